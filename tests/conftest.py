@@ -1,0 +1,109 @@
+"""Fixtures: places to put a store, on every kind of backend that runs on this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
+
+BACKENDS = ["local", "memory", pytest.param("s3", marks=pytest.mark.s3)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a store may be created."""
+
+    url: str
+    options: dict[str, Any]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        return {"storage_options": self.options} if self.options else {}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """A real S3 server (moto's) on loopback, ended with the session."""
+    port = free_port()
+    endpoint = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(endpoint, server)
+        yield endpoint
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def _wait_for(endpoint: str, server: subprocess.Popen[bytes]) -> None:
+    for _ in range(300):
+        if server.poll() is not None:
+            raise RuntimeError(f"the S3 server ended with {server.returncode}")
+        try:
+            urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=1).close()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise RuntimeError("the S3 server does not answer")
+
+
+def s3_options(endpoint: str) -> dict[str, Any]:
+    return {"key": "test-key", "secret": "test-secret", "client_kwargs": {"endpoint_url": endpoint}}
+
+
+@pytest.fixture(scope="session")
+def s3_bucket(s3_endpoint: str) -> str:
+    import s3fs
+
+    bucket = f"trajstore-{uuid.uuid4().hex[:8]}"
+    s3fs.S3FileSystem(**s3_options(s3_endpoint)).mkdir(bucket)
+    return bucket
+
+
+@pytest.fixture
+def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Place]:
+    """Makes fresh places by kind: local, memory or s3."""
+
+    def make(kind: str) -> Place:
+        name = uuid.uuid4().hex
+        if kind == "local":
+            return Place(str(tmp_path / name), {})
+        if kind == "memory":
+            return Place(f"memory://{name}", {})
+        bucket, endpoint = request.getfixturevalue("s3_bucket"), request.getfixturevalue("s3_endpoint")
+        return Place(f"s3://{bucket}/{name}", s3_options(endpoint))
+
+    return make
+
+
+@pytest.fixture(params=BACKENDS)
+def place(request: pytest.FixtureRequest, new_place: Callable[[str], Place]) -> Place:
+    """A fresh place on each backend in turn."""
+    return new_place(request.param)
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A fresh local place, for tests of what does not depend on the backend."""
+    return str(tmp_path / "store")

@@ -1,0 +1,285 @@
+"""The commit record of a stream: the one object that says what exists."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trajstore.chunks import MAX_ROWS, ArrayLayout, Codec
+from trajstore.episodes import End, float_columns, int_columns
+from trajstore.errors import FormatError, SchemaError
+from trajstore.schema import Schema
+
+FORMAT = 1
+GROUP: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+MAX_RECORD_BYTES = 64 << 20
+_SPAN_CHUNK_ROWS = 4096
+_TEXT_CHUNK_BYTES = 64 << 10
+_STREAM_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}-[0-9a-v]{26}\Z")
+_BASE32 = "0123456789abcdefghijklmnopqrstuv"
+
+
+def new_id(name: str) -> str:
+    """``<name>-<unique id>``; ids of one name sort by the time they were made."""
+    number = (time.time_ns() // 1_000_000 << 80) | int.from_bytes(os.urandom(10), "big")
+    return name + "-" + "".join(_BASE32[number >> shift & 31] for shift in range(125, -1, -5))
+
+
+def is_stream_id(name: str) -> bool:
+    return _STREAM_ID.match(name) is not None
+
+
+def dump_json(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def load_json(data: bytes, what: str) -> dict[str, Any]:
+    """Parse a ``zarr.json``.
+
+    Raises:
+        FormatError: It is not a JSON object, or absurdly large.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise FormatError(f"{what}: {len(data)} bytes of metadata; at most {MAX_RECORD_BYTES}")
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{what}: not readable as JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise FormatError(f"{what}: expected a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def own_attributes(data: Mapping[str, Any], kind: str, what: str) -> dict[str, Any]:
+    """The ``trajstore`` attributes of a group, of the expected kind and a format this version reads."""
+    attributes = data.get("attributes")
+    own = attributes.get("trajstore") if isinstance(attributes, dict) else None
+    if not isinstance(own, dict) or data.get("node_type") != "group":
+        raise FormatError(f"{what} is not part of a trajstore store")
+    if own.get("format") != FORMAT:
+        raise FormatError(
+            f"{what} has format {own.get('format')!r}, this trajstore reads format {FORMAT}; upgrade trajstore"
+        )
+    if own.get("kind") != kind:
+        raise FormatError(f"{what}: expected a {kind}, got {own.get('kind')!r}")
+    return own
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a session decided about streams older than its own."""
+
+    first_rows: Mapping[str, int] = field(default_factory=dict)
+    discarded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dead: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "first_rows": dict(self.first_rows),
+            "discarded": {stream: list(episodes) for stream, episodes in self.discarded.items()},
+            "dead": list(self.dead),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> View:
+        return View(
+            {_id(stream): _count(row) for stream, row in data["first_rows"].items()},
+            {_id(stream): tuple(map(_count, episodes)) for stream, episodes in data["discarded"].items()},
+            tuple(_id(stream) for stream in data["dead"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Replaces:
+    """The rows of another stream that this one holds in its place, under the same handles."""
+
+    stream: str
+    start: int
+    stop: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"stream": self.stream, "start": self.start, "stop": self.stop}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Replaces:
+        replaces = Replaces(_id(data["stream"]), _count(data["start"]), _count(data["stop"]))
+        if replaces.start > replaces.stop:
+            raise FormatError(f"replaces rows {replaces.start} to {replaces.stop}")
+        return replaces
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """A stream's ``zarr.json``. Publishing a new one is the commit; nothing else makes rows exist."""
+
+    id: str
+    name: str
+    schema: Schema
+    layouts: Mapping[str, ArrayLayout]  # by array path within the stream
+    rows: int = 0
+    spans: int = 0
+    text_bytes: int = 0
+    commit: int = 0
+    is_sealed: bool = False
+    created_at: float = 0.0
+    committed_at: float = 0.0
+    rank: int | None = None
+    world_size: int | None = None
+    world: str | None = None
+    checkpoint: str | None = None
+    first_row: int = 0
+    view: View = field(default_factory=View)
+    replaces: Replaces | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return f"streams/{self.id}/zarr.json"
+
+    def length(self, path: str) -> int:
+        """Committed rows of one of the stream's arrays."""
+        if path.startswith("steps/"):
+            return self.rows
+        return self.text_bytes if path == "spans/text" else self.spans
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        """Metadata of every group and array below the stream's group, by path."""
+        nodes: dict[str, dict[str, Any]] = {}
+        for path in self.layouts:
+            parts = path.split("/")[:-1]
+            for depth in range(1, len(parts) + 1):
+                nodes.setdefault("/".join(parts[:depth]), GROUP)
+        return nodes | {path: layout.metadata(self.length(path)) for path, layout in self.layouts.items()}
+
+    def to_bytes(self) -> bytes:
+        own = {
+            "format": FORMAT,
+            "kind": "stream",
+            "id": self.id,
+            "name": self.name,
+            "schema": self.schema.to_json(),
+            "rows": self.rows,
+            "spans": self.spans,
+            "text_bytes": self.text_bytes,
+            "commit": self.commit,
+            "sealed": self.is_sealed,
+            "created_at": self.created_at,
+            "committed_at": self.committed_at,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "lineage": {"world": self.world, "checkpoint": self.checkpoint},
+            "first_row": self.first_row,
+            "view": self.view.to_json(),
+            "replaces": self.replaces.to_json() if self.replaces else None,
+            "columns": dict(self.columns),
+        }
+        consolidated = {"kind": "inline", "must_understand": False, "metadata": self.nodes()}
+        return dump_json(GROUP | {"attributes": {"trajstore": own}, "consolidated_metadata": consolidated})
+
+    @staticmethod
+    def from_bytes(data: bytes, stream_id: str, where: str) -> CommitRecord:
+        """Read a record, trusting nothing in it.
+
+        Raises:
+            FormatError: It is malformed, of another format, or its parts contradict each other.
+        """
+        what = f"{where}/streams/{stream_id}"
+        parsed = load_json(data, what)
+        own = own_attributes(parsed, "stream", what)
+        try:
+            record = _parse(own, parsed["consolidated_metadata"]["metadata"])
+        except FormatError as error:
+            raise FormatError(f"{what}: {error}") from error
+        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
+            raise FormatError(f"{what}: record is malformed: {error!r}") from error
+        if record.id != stream_id:
+            raise FormatError(f"{what}: record names itself {record.id!r}")
+        return record
+
+
+def layouts_of(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:
+    """The arrays of a stream, by path: one a field, and three for the spans."""
+    layouts = {f"steps/{path}": ArrayLayout.of(spec, commit_steps) for path, spec in schema.fields.items()}
+    numbers = Codec.parse("blosc-lz4:5")
+    for name, dtype, columns in (
+        ("ints", "int64", int_columns(schema)),
+        ("floats", "float64", float_columns(schema)),
+    ):
+        layouts[f"spans/{name}"] = ArrayLayout(
+            np.dtype(dtype), (len(columns),), _SPAN_CHUNK_ROWS, numbers, _span_attributes(name, columns)
+        )
+    layouts["spans/text"] = ArrayLayout(np.dtype("uint8"), (), _TEXT_CHUNK_BYTES, Codec.parse("zstd:1"))
+    return layouts
+
+
+def _span_attributes(name: str, columns: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    attributes: tuple[tuple[str, Any], ...] = (("columns", list(columns)),)
+    if name == "ints":
+        attributes += (("end", {end.label: int(end) for end in End}),)
+    return attributes
+
+
+def _id(value: object) -> str:
+    if not isinstance(value, str) or not is_stream_id(value):
+        raise FormatError(f"{value!r:.80} is not a stream id")
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_ROWS:
+        raise FormatError(f"expected a count, got {value!r:.80}")
+    return value
+
+
+def _optional_count(value: object) -> int | None:
+    return None if value is None else _count(value)
+
+
+def _optional_text(value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise FormatError(f"expected text or null, got {value!r:.80}")
+    return value
+
+
+def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
+    try:
+        schema = Schema.from_json(own["schema"])
+    except SchemaError as error:
+        raise FormatError(str(error)) from error
+    expected = layouts_of(schema)
+    arrays = {path: ArrayLayout.from_metadata(metadata[path], path) for path in expected}
+    for path, (layout, _) in arrays.items():
+        if (layout.dtype, layout.row_shape) != (expected[path].dtype, expected[path].row_shape):
+            raise FormatError(f"array '{path}' has {layout.dtype} {layout.row_shape}, not what the schema says")
+    record = CommitRecord(
+        id=_id(own["id"]),
+        name=str(own["name"]),
+        schema=schema,
+        layouts={path: layout for path, (layout, _) in arrays.items()},
+        rows=_count(own["rows"]),
+        spans=_count(own["spans"]),
+        text_bytes=_count(own["text_bytes"]),
+        commit=_count(own["commit"]),
+        is_sealed=own["sealed"] is True,
+        created_at=float(own["created_at"]),
+        committed_at=float(own["committed_at"]),
+        rank=_optional_count(own["rank"]),
+        world_size=_optional_count(own["world_size"]),
+        world=_optional_text(own["lineage"]["world"]),
+        checkpoint=_optional_text(own["lineage"]["checkpoint"]),
+        first_row=_count(own["first_row"]),
+        view=View.from_json(own["view"]),
+        replaces=Replaces.from_json(own["replaces"]) if own["replaces"] is not None else None,
+        columns=dict(own["columns"]),
+    )
+    for path, (_, rows) in arrays.items():
+        if rows != record.length(path):
+            raise FormatError(f"array '{path}' has {rows} rows, the record says {record.length(path)}")
+    return record

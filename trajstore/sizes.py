@@ -1,0 +1,24 @@
+"""Sizes in bytes, as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}  # fmt: skip
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """A positive number of bytes from an int or from text such as ``"4GiB"`` or ``"500MB"``.
+
+    >>> parse_bytes("4KiB", "cache_bytes")
+    4096
+    """
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if not found or found.group(2).upper() not in _UNITS:
+            raise ValueError(f"{name}: expected bytes as an int or like '4GiB', got {value!r}")
+        value = int(float(found.group(1)) * _UNITS[found.group(2).upper()])
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ValueError(f"{name}: expected a positive number of bytes, got {value!r}")
+    return value

@@ -1,0 +1,257 @@
+"""An unchanging view of some commits: which streams, which episodes, and their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from trajstore.episodes import EpisodeKey, EpisodeTable, Spans, StreamSpans
+from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
+from trajstore.record import CommitRecord, is_stream_id
+from trajstore.schema import Array, Schema, nest, widen_bfloat16
+from trajstore.storage import Storage
+from trajstore.stream import MissingChunkError, StreamReader, join_spans, span_columns
+
+
+class _Stream:
+    """One stream of a snapshot: its reader, and its spans, read once and extended by later snapshots."""
+
+    def __init__(self, reader: StreamReader, known: Spans | None = None) -> None:
+        self.reader = reader
+        self._known = known  # spans an earlier snapshot has read; a prefix of ours
+
+    @property
+    def record(self) -> CommitRecord:
+        return self.reader.record
+
+    @cached_property
+    def spans(self) -> Spans:
+        if self._known is None:
+            return self.reader.read_spans()
+        known, self._known = self._known, None
+        return join_spans([known, self.reader.read_spans(len(known))])
+
+    def advanced(self, record: CommitRecord) -> _Stream:
+        known = self.__dict__.get("spans", self._known)
+        return _Stream(self.reader.advanced(record), known)
+
+
+class Snapshot:
+    """What the store held at one moment; immutable, thread-safe, cheap to make.
+
+    It names one commit of each stream. Span tables are read when first asked for, rows when read.
+    """
+
+    def __init__(self, storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream]) -> None:
+        self._storage = storage
+        self._schema = schema
+        self._streams = dict(streams)
+
+    @staticmethod
+    def load(storage: Storage, schema: Schema | None, before: Snapshot | None = None) -> Snapshot:
+        """The newest commit of every stream: one listing, and one wave of reads for what may have changed."""
+        old = before._streams if before else {}
+        names = [name for name in storage.list_names("streams") if is_stream_id(name)]
+        dead = {stream for s in old.values() for stream in s.record.view.dead}
+        asked = [n for n in names if n not in old or not (old[n].record.is_sealed or n in dead)]
+        records = _read_records(storage, asked)
+        streams: dict[str, _Stream] = {}
+        for name in names:
+            record = records.get(name)
+            if record is None:
+                if name in old and name not in asked:
+                    streams[name] = old[name]
+            elif name in old and record.commit >= old[name].record.commit:
+                streams[name] = old[name].advanced(record)
+            else:
+                streams[name] = _Stream(StreamReader(storage, record))
+        _check_schemas(storage, schema, streams.values())
+        if schema is None and streams:
+            schema = next(iter(streams.values())).record.schema
+        return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process gets the same commits and reads their span tables itself.
+        records = {name: stream.record.to_bytes() for name, stream in self._streams.items()}
+        return {
+            "storage": self._storage,
+            "records": records,
+            "schema": self._schema and self._schema.to_json(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        storage: Storage = state["storage"]
+        self._storage = storage
+        self._schema = Schema.from_json(state["schema"]) if state["schema"] else None
+        self._streams = {
+            name: _Stream(StreamReader(storage, CommitRecord.from_bytes(data, name, storage.display)))
+            for name, data in state["records"].items()
+        }
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields; None while nothing is declared or committed."""
+        return self._schema
+
+    @property
+    def streams(self) -> tuple[CommitRecord, ...]:
+        """The commit record of every stream, oldest stream first."""
+        return tuple(stream.record for stream in self._streams.values())
+
+    @property
+    def n_rows(self) -> int:
+        """Committed rows, final rows and evicted ones included."""
+        return sum(stream.record.rows for stream in self._streams.values())
+
+    @cached_property
+    def episodes(self) -> EpisodeTable:
+        """The episode table of this snapshot."""
+        names = list(self._streams)
+        readers = [stream.reader for stream in self._streams.values()]
+        return EpisodeTable(names, self._parts(), self._schema, lambda s, a, b: readers[s].read_text(a, b))
+
+    def _parts(self) -> list[StreamSpans]:
+        position = {name: i for i, name in enumerate(self._streams)}
+        records = [stream.record for stream in self._streams.values()]
+        first_rows, dead = _first_rows(records), {s for r in records for s in r.view.dead}
+        hidden = {r.replaces.stream: (r.replaces.start, r.replaces.stop) for r in records if r.replaces}
+        discarded: dict[str, set[int]] = {}
+        for record in records:
+            for target, episodes in record.view.discarded.items():
+                discarded.setdefault(target, set()).update(episodes)
+        parts = []
+        for name, stream in self._streams.items():
+            record = stream.record
+            logical = record.replaces.stream if record.replaces else name
+            part = StreamSpans(
+                stream=position.get(logical, position[name]),
+                source=position[name],
+                spans=stream.spans,
+                columns=span_columns(record.schema),
+                first_row=first_rows.get(name, 0),
+                is_finished=record.is_sealed or name in dead,
+                hidden=hidden.get(name, (0, 0)),
+                discarded=frozenset(discarded.get(logical, ())),
+            )
+            parts.append(part)
+        return parts
+
+    def read_episode(
+        self,
+        episode: int | EpisodeKey | tuple[str, int],
+        *,
+        fields: Iterable[str] | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> dict[str, Any]:
+        """Rows of one episode as numpy arrays, nested as they were written.
+
+        Fields with a final value get one row more than the others when the episode has it and ``stop`` reaches the
+        end. bfloat16 comes as float32, which holds it exactly.
+
+        Args:
+            episode: Its row in `episodes`, or its key.
+            fields: Paths or names of groups to read; all by default.
+            start: First step, counted from the first that is still stored.
+            stop: Step after the last; to the end by default.
+        """
+        table = self.episodes
+        i = episode if isinstance(episode, (int, np.integer)) else table.find(EpisodeKey(*episode))
+        n_rows, has_final = table.n_rows(int(i)), table.has_final(int(i))
+        n_steps = n_rows - has_final
+        end = n_steps if stop is None else stop
+        if not 0 <= start <= end <= n_steps:
+            raise IndexError(f"episode {episode}: steps {start} to {end}, but it has {n_steps}")
+        spans = table.spans(int(i))
+        schema = self._schema
+        assert schema is not None  # there is an episode, so there is a schema
+        arrays: dict[str, Array] = {}
+        for path in _selected(schema, fields):
+            last = end + 1 if has_final and end == n_steps and schema[path].final else end
+            rows = self._read(f"steps/{path}", spans, start, last)
+            arrays[path] = widen_bfloat16(rows) if schema[path].dtype == "bfloat16" else rows
+        return nest(arrays)
+
+    def _read(self, path: str, spans: Sequence[Any], start: int, stop: int) -> Array:
+        streams = list(self._streams.values())
+        parts, offset = [], 0
+        for span in spans:
+            n = span.row_stop - span.row_start
+            low, high = max(start - offset, 0), min(stop - offset, n)
+            if low < high:
+                reader = streams[span.source].reader
+                parts.append(self._rows(reader, path, span.row_start + low, span.row_start + high))
+            offset += n
+        if len(parts) == 1:
+            return parts[0]
+        layout = streams[0].record.layouts[path]
+        return np.concatenate(parts) if parts else np.empty((0, *layout.row_shape), layout.dtype)
+
+    def _rows(self, reader: StreamReader, path: str, start: int, stop: int) -> Array:
+        try:
+            return reader.read_rows(path, start, stop)
+        except MissingChunkError as missing:
+            # Evicted meanwhile, or lost? The newest records tell.
+            fresh = Snapshot.load(self._storage, self._schema)
+            first = _first_rows([s.record for s in fresh._streams.values()]).get(reader.record.id, 0)
+            if reader.record.id not in fresh._streams or first > start:
+                raise SnapshotExpiredError(
+                    f"rows {start} to {stop} of stream '{reader.record.id}' were evicted; refresh the store"
+                ) from missing
+            raise CorruptionError(str(missing)) from missing
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of {self._storage.display}: {len(self._streams)} streams, {self.n_rows} rows>"
+
+
+def _read_records(storage: Storage, names: Sequence[str]) -> dict[str, CommitRecord]:
+    def read(name: str) -> CommitRecord | None:
+        try:
+            return CommitRecord.from_bytes(storage.get(f"streams/{name}/zarr.json"), name, storage.display)
+        except FileNotFoundError:
+            return None  # being removed, or a directory that is no stream
+
+    found = storage.map(read, list(names))
+    return {name: record for name, record in zip(names, found, strict=True) if record is not None}
+
+
+def _check_schemas(storage: Storage, schema: Schema | None, streams: Iterable[_Stream]) -> None:
+    for stream in streams:
+        schema = schema or stream.record.schema
+        if differences := schema.differences(stream.record.schema):
+            raise SchemaError(
+                f"{storage.display}: stream '{stream.record.id}' has another schema: {'; '.join(differences)}"
+            )
+
+
+def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:
+    return item[1].record.created_at, item[0]
+
+
+def _first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
+    """The first live row of each stream: its own mark, or what every session of the newest world has passed."""
+    newest = max((r for r in records if r.world is not None), key=lambda r: r.created_at, default=None)
+    marks: dict[str, int] = {}
+    for record in records:
+        if newest is not None and record.world != newest.world:
+            continue
+        for stream, row in record.view.first_rows.items():
+            marks[stream] = min(row, marks.get(stream, row))
+    return {record.id: max(record.first_row, marks.get(record.id, 0)) for record in records}
+
+
+def _selected(schema: Schema, fields: Iterable[str] | None) -> list[str]:
+    if fields is None:
+        return list(schema)
+    if isinstance(fields, str):
+        raise TypeError(f"fields: expected a list of names, got the string {fields!r}")
+    chosen: list[str] = []
+    for name in fields:
+        found = [path for path in schema if path == name or path.startswith(f"{name}/")]
+        if not found:
+            raise KeyError(f"no field {name!r}; there are {', '.join(schema)}")
+        chosen += [path for path in found if path not in chosen]
+    return chosen

@@ -1,0 +1,217 @@
+"""Creating and opening stores."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from trajstore.episodes import EpisodeKey, EpisodeTable
+from trajstore.errors import FormatError, SchemaError, StoreExistsError, StoreNotFoundError
+from trajstore.record import FORMAT, GROUP, CommitRecord, dump_json, load_json, new_id, own_attributes
+from trajstore.schema import Schema, check_name
+from trajstore.snapshot import Snapshot
+from trajstore.storage import ABSENT, Storage, open_storage
+from trajstore.writer import Writer, WriterOptions
+
+if TYPE_CHECKING:
+    import zarr
+
+_ROOT = "zarr.json"
+_SCHEMA = "schema/zarr.json"
+_STREAMS = "streams/zarr.json"
+_CHECKPOINTS = "checkpoints/zarr.json"
+
+Url = str | os.PathLike[str]
+
+
+class Store:
+    """A store at a URL: writers append to it, snapshots of it are read.
+
+    Reads show one `Snapshot`, that of the last `refresh`; a store opened while others write stays as it is until
+    then. Safe to share between threads, to fork and to pickle.
+    """
+
+    def __init__(self, storage: Storage, url: Url, storage_options: Mapping[str, Any] | None) -> None:
+        self._storage = storage
+        self._url = os.fspath(url)
+        self._storage_options = dict(storage_options or {})
+        self._snapshot = Snapshot(storage, None, {})
+
+    def writer(self, name: str = "writer", **options: Any) -> Writer:
+        """A writer with a stream of its own; any number may write at the same time, under any names.
+
+        Args:
+            name: What to call the stream; a unique id is added.
+            **options: See `WriterOptions`: commit_steps, commit_seconds, buffer_bytes, rank, world_size.
+        """
+        check_name(name, "writer name")
+        schema = self._snapshot.schema or _read_schema(self._storage)
+        return Writer(self._storage, name, schema, self._settle_schema, WriterOptions(**options))
+
+    def refresh(self) -> Snapshot:
+        """Show what has been committed meanwhile; costs what is new, not what is there."""
+        schema = self._snapshot.schema or _read_schema(self._storage)
+        self._snapshot = Snapshot.load(self._storage, schema, self._snapshot)
+        return self._snapshot
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What the store shows now; keep it to go on reading the same."""
+        return self._snapshot
+
+    @property
+    def url(self) -> str:
+        """Where the store is, without credentials."""
+        return self._storage.display
+
+    @property
+    def schema(self) -> Schema | None:
+        return self._snapshot.schema
+
+    @property
+    def streams(self) -> tuple[CommitRecord, ...]:
+        return self._snapshot.streams
+
+    @property
+    def episodes(self) -> EpisodeTable:
+        """One row an episode; see `EpisodeTable`."""
+        return self._snapshot.episodes
+
+    def __len__(self) -> int:
+        """Number of episodes."""
+        return len(self.episodes)
+
+    def read_episode(
+        self,
+        episode: int | EpisodeKey | tuple[str, int],
+        *,
+        fields: Iterable[str] | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> dict[str, Any]:
+        """See `Snapshot.read_episode`."""
+        return self._snapshot.read_episode(episode, fields=fields, start=start, stop=stop)
+
+    def zarr_group(self) -> zarr.Group:
+        """The store as a plain read-only zarr group, for tools that know only Zarr."""
+        import zarr  # half a second to import; only this needs it
+
+        return zarr.open_group(self._url, mode="r", zarr_format=3, storage_options=self._storage_options or None)
+
+    def _settle_schema(self, schema: Schema) -> None:
+        """Make this the store's schema if it has none; refuse one that differs from what it has."""
+        try:
+            self._storage.put(_SCHEMA, _schema_bytes(schema), ABSENT)
+        except FileExistsError:
+            settled = _read_schema(self._storage)
+            if settled is not None and (differences := settled.differences(schema)):
+                raise SchemaError(f"{self.url} has another schema: {'; '.join(differences)}") from None
+
+    def __repr__(self) -> str:
+        return f"<Store {self.url}: {len(self._snapshot.streams)} streams, {self._snapshot.n_rows} rows>"
+
+
+def create(
+    url: Url,
+    schema: Schema | None = None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    exist_ok: bool = False,
+    fsync: bool = True,
+) -> Store:
+    """Create an empty store.
+
+    Args:
+        url: A path or any fsspec URL: ``runs/walker``, ``memory://x``, ``s3://bucket/x``.
+        schema: The fields; None: read off the first data and then fixed.
+        storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
+        exist_ok: Open the store instead, if there is one; its schema must be the same.
+        fsync: Whether commits to a local directory survive a power cut; without it, only a crash of the process.
+
+    Raises:
+        StoreExistsError: There is a store already, or the directory holds something else.
+    """
+    storage = open_storage(url, storage_options, fsync=fsync)
+    names = storage.list_names("")
+    if _ROOT not in names and set(names) - {"scratch"}:
+        raise StoreExistsError(f"{storage.display} is not empty and not a store; choose another place")
+    try:
+        storage.put(_ROOT, _root_bytes(), ABSENT)
+    except FileExistsError:
+        if not exist_ok:
+            raise StoreExistsError(
+                f"{storage.display} is a store already; open it, or pass exist_ok=True"
+            ) from None
+    for key in (_STREAMS, _CHECKPOINTS):
+        _put_once(storage, key, dump_json(GROUP))
+    store = Store(storage, url, storage_options)
+    _check_root(storage)
+    if schema is not None:
+        store._settle_schema(schema)
+    store.refresh()
+    return store
+
+
+def open(  # noqa: A001 - trajstore.open reads as it should
+    url: Url, *, storage_options: Mapping[str, Any] | None = None, fsync: bool = True
+) -> Store:
+    """Open a store, for reading or for more writers.
+
+    Args:
+        url: A path or any fsspec URL.
+        storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
+        fsync: Whether commits to a local directory survive a power cut; without it, only a crash of the process.
+
+    Raises:
+        StoreNotFoundError: There is no store.
+        FormatError: What is there is not a store, or one of a newer format.
+    """
+    storage = open_storage(url, storage_options, fsync=fsync)
+    _check_root(storage)
+    store = Store(storage, url, storage_options)
+    store.refresh()
+    return store
+
+
+def _root_bytes() -> bytes:
+    own = {"format": FORMAT, "kind": "store", "id": new_id("store"), "created_at": time.time()}
+    return dump_json(GROUP | {"attributes": {"trajstore": own}})
+
+
+def _schema_bytes(schema: Schema) -> bytes:
+    own = {"format": FORMAT, "kind": "schema", "schema": schema.to_json()}
+    return dump_json(GROUP | {"attributes": {"trajstore": own}})
+
+
+def _put_once(storage: Storage, key: str, data: bytes) -> None:
+    try:
+        storage.put(key, data, ABSENT)
+    except FileExistsError:
+        return
+
+
+def _check_root(storage: Storage) -> None:
+    try:
+        data = storage.get(_ROOT)
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreNotFoundError(f"{storage.display}: there is no store here") from None
+    try:
+        own_attributes(load_json(data, storage.display), "store", storage.display)
+    except FormatError as error:
+        raise FormatError(f"{error}") from None
+
+
+def _read_schema(storage: Storage) -> Schema | None:
+    """The schema that the store has settled on; None while it has none."""
+    try:
+        data = storage.get(_SCHEMA)
+    except FileNotFoundError:
+        return None
+    what = f"{storage.display}/schema"
+    own = own_attributes(load_json(data, what), "schema", what)
+    try:
+        return Schema.from_json(own.get("schema"))
+    except SchemaError as error:
+        raise FormatError(f"{what}: {error}") from error

@@ -1,0 +1,329 @@
+"""Rows to chunk objects of one stream and back, and the order in which they are published."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trajstore.chunks import ArrayLayout
+from trajstore.episodes import Spans, check_spans, float_columns, int_columns
+from trajstore.errors import CorruptionError, FormatError
+from trajstore.record import CommitRecord, dump_json
+from trajstore.schema import Array, Schema
+from trajstore.storage import ABSENT, ANY, Put, Storage
+
+_WAVE_CHUNKS = 64
+
+
+class MissingChunkError(CorruptionError):
+    """A committed chunk is not there: evicted since, or lost."""
+
+
+class StreamReader:
+    """Reads committed rows of one stream, as of one commit record; immutable and thread-safe."""
+
+    def __init__(self, storage: Storage, record: CommitRecord) -> None:
+        self.record = record
+        self._storage = storage
+        self._shard_indexes: dict[tuple[str, int], Array] = {}  # shards never change, so these stay true
+
+    def advanced(self, record: CommitRecord) -> StreamReader:
+        """A reader of a newer record of the same stream."""
+        reader = StreamReader(self._storage, record)
+        reader._shard_indexes = self._shard_indexes
+        return reader
+
+    def read_rows(self, path: str, start: int, stop: int) -> Array:
+        """Committed rows ``[start, stop)`` of an array, freshly allocated.
+
+        Raises:
+            CorruptionError: A chunk is damaged or missing.
+        """
+        layout, n = self.record.layouts[path], self.record.length(path)
+        if not 0 <= start <= stop <= n:
+            raise IndexError(f"{self._name(path)}: rows {start} to {stop} of {n}")
+        if start == stop:
+            return np.empty((0, *layout.row_shape), layout.dtype)
+        first, last = start // layout.chunk_rows, (stop - 1) // layout.chunk_rows
+        # The length comes from metadata: see that the data is there before allocating for it.
+        tail = self._load(path, layout, last)
+        out = np.empty((stop - start, *layout.row_shape), layout.dtype)
+
+        def place(index: int) -> None:
+            self._place(path, layout, index, out, start)
+
+        _copy_chunk(layout, last, tail, out, start)
+        for wave in range(first, last, _WAVE_CHUNKS):
+            self._storage.map(place, range(wave, min(last, wave + _WAVE_CHUNKS)))
+        return out
+
+    def _place(self, path: str, layout: ArrayLayout, index: int, out: Array, start: int) -> None:
+        low = index * layout.chunk_rows - start
+        if low >= 0 and low + layout.chunk_rows <= len(out):
+            self._decode(path, layout, index, out[low : low + layout.chunk_rows])
+        else:
+            _copy_chunk(layout, index, self._load(path, layout, index), out, start)
+
+    def _load(self, path: str, layout: ArrayLayout, index: int) -> Array:
+        chunk = np.empty((layout.chunk_rows, *layout.row_shape), layout.dtype)
+        self._decode(path, layout, index, chunk)
+        return chunk
+
+    def _decode(self, path: str, layout: ArrayLayout, index: int, out: Array) -> None:
+        try:
+            layout.decode(self._chunk_bytes(path, layout, index), out)
+        except FileNotFoundError as error:
+            raise MissingChunkError(f"{self._chunk_name(path, layout, index)} is missing") from error
+        except CorruptionError as error:
+            raise CorruptionError(f"{self._chunk_name(path, layout, index)}: {error}") from error
+
+    def _chunk_bytes(self, path: str, layout: ArrayLayout, index: int) -> bytes:
+        key = f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+        if layout.shard_rows is None:
+            return self._storage.get(key)
+        shard, inner = divmod(index, layout.chunks_per_shard)
+        offset, size = (int(n) for n in self._shard_index(path, layout, shard, key)[inner])
+        if size > 2 * layout.chunk_bytes + 4096 or offset >= 1 << 62:
+            raise CorruptionError(f"shard index says {size} bytes at {offset}")
+        return self._storage.get_range(key, offset, offset + size)
+
+    def _shard_index(self, path: str, layout: ArrayLayout, shard: int, key: str) -> Array:
+        index = self._shard_indexes.get((path, shard))
+        if index is None:
+            start = 0 if layout.index_at_start else self._storage.size(key) - layout.shard_index_bytes
+            data = self._storage.get_range(key, max(0, start), max(0, start) + layout.shard_index_bytes)
+            index = layout.decode_shard_index(data)
+            self._shard_indexes[path, shard] = index
+        return index
+
+    def read_spans(self, start: int = 0) -> Spans:
+        """Spans from ``start`` on, checked."""
+        ints = self.read_rows("spans/ints", start, self.record.spans)
+        floats = self.read_rows("spans/floats", start, self.record.spans)
+        spans = Spans(ints, floats)
+        try:
+            check_spans(spans, self.record.rows, self.record.text_bytes)
+        except CorruptionError as error:
+            raise CorruptionError(f"{self._name('spans')}: {error}") from error
+        return spans
+
+    def read_text(self, start: int, stop: int) -> bytes:
+        return self.read_rows("spans/text", start, stop).tobytes()
+
+    def _name(self, path: str) -> str:
+        return f"{self._storage.display}: stream '{self.record.id}', array '{path}'"
+
+    def _chunk_name(self, path: str, layout: ArrayLayout, index: int) -> str:
+        rows = f"rows {index * layout.chunk_rows} to {(index + 1) * layout.chunk_rows}"
+        return f"{self._name(path)}, chunk {index} ({rows})"
+
+
+def _copy_chunk(layout: ArrayLayout, index: int, chunk: Array, out: Array, start: int) -> None:
+    low = index * layout.chunk_rows
+    first, stop = max(low, start), min(low + layout.chunk_rows, start + len(out))
+    out[first - start : stop - start] = chunk[first - low : stop - low]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """New rows of one array: ``source`` as it is, or its rows in another order."""
+
+    source: Array
+    order: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.source if self.order is None else self.order)
+
+    def take(self, start: int, stop: int, out: Array) -> None:
+        if self.order is None:
+            out[:] = self.source[start:stop]
+        else:
+            # mode="clip" writes straight into out; "raise" would go through a buffer.
+            np.take(self.source, self.order[start:stop], axis=0, out=out, mode="clip")
+
+
+class _Column:
+    """The growing end of one array: how many rows are committed and the part-filled last chunk."""
+
+    def __init__(self, path: str, key_prefix: str, layout: ArrayLayout) -> None:
+        self.path = path
+        self.rows = 0
+        self._prefix = key_prefix
+        self._layout = layout
+        self._tail: Array | None = None  # holds the rows past the last full chunk, zeros after them
+        self._next_tail: Array | None = None
+        self._tail_version = ANY
+
+    def puts(self, new: Rows) -> list[Put]:
+        """The chunk objects that change when ``new`` is appended. Asking again gives the same bytes."""
+        size, stop = self._layout.chunk_rows, self.rows + len(new)
+        self._next_tail = self._tail
+        return [self._put(index, new, stop) for index in range(self.rows // size, -(-stop // size))]
+
+    def _put(self, index: int, new: Rows, stop: int) -> Put:
+        size = self._layout.chunk_rows
+        low, high = max(self.rows, index * size), min(stop, (index + 1) * size)
+        source = (low - self.rows, high - self.rows)
+        key = f"{self._prefix}/{self._layout.chunk_key(index)}"
+        is_full = high == (index + 1) * size
+        if low > index * size:  # extends the part-filled chunk, which is on disk already
+            assert self._tail is not None
+            self._next_tail = None if is_full else self._tail
+            return Put(key, self._filled(self._tail, low - index * size, new, source), self._tail_version)
+        if is_full and new.order is None:
+            block = new.source[slice(*source)]
+            return Put(key, lambda: self._layout.encode(np.ascontiguousarray(block)))
+        if is_full:
+            return Put(key, lambda: self._filled(self._layout.empty_chunk(), 0, new, source)())
+        self._next_tail = self._layout.empty_chunk()
+        return Put(key, self._filled(self._next_tail, 0, new, source))
+
+    def _filled(self, block: Array, at: int, new: Rows, source: tuple[int, int]) -> Callable[[], bytes]:
+        def make() -> bytes:
+            # Rows past the committed ones may be overwritten any number of times: a retry writes the same.
+            new.take(*source, block[at : at + source[1] - source[0]])
+            return self._layout.encode(block)
+
+        return make
+
+    def advance(self, n: int, versions: Mapping[str, str]) -> None:
+        """Take over the state after ``n`` appended rows became durable."""
+        self.rows += n
+        if self.rows % self._layout.chunk_rows == 0:
+            self._tail, self._tail_version = None, ANY
+            return
+        self._tail = self._next_tail
+        key = f"{self._prefix}/{self._layout.chunk_key(self.rows // self._layout.chunk_rows)}"
+        self._tail_version = versions.get(key, self._tail_version)
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one commit adds to a stream. Made once; committing it again writes the same bytes."""
+
+    rows: Mapping[str, Rows]  # by field path
+    span_ints: Array
+    span_floats: Array
+    text: bytes
+    committed_at: float
+
+    @property
+    def n_rows(self) -> int:
+        return len(next(iter(self.rows.values())))
+
+
+class StreamAppender:
+    """Appends batches to one stream. Not thread-safe: one thread commits.
+
+    After any failure, `commit` with the same batch may be called again, as often as it takes.
+    """
+
+    def __init__(self, storage: Storage, record: CommitRecord, settle_schema: Callable[[Schema], None]) -> None:
+        self.record = record
+        self._storage = storage
+        self._settle_schema = settle_schema
+        self._record_version = ABSENT
+        self._is_born = False
+        self._columns = {
+            path: _Column(path, f"streams/{record.id}/{path}", layout) for path, layout in record.layouts.items()
+        }
+
+    @property
+    def is_born(self) -> bool:
+        return self._is_born
+
+    def commit(self, batch: Batch) -> None:
+        """Write the batch's chunks, then publish them all at once by replacing the commit record."""
+        self._be_born()
+        new = self._new_rows(batch)
+        puts = [put for path, rows in new.items() for put in self._columns[path].puts(rows)]
+        # Chunks first, record last: until the record names them no reader looks at the new rows,
+        # so a crash here leaves garbage past the end, never a torn episode.
+        versions = self._storage.put_many(puts)
+        record = replace(
+            self.record,
+            rows=self.record.rows + batch.n_rows,
+            spans=self.record.spans + len(batch.span_ints),
+            text_bytes=self.record.text_bytes + len(batch.text),
+            commit=self.record.commit + 1,
+            committed_at=batch.committed_at,
+        )
+        self._publish(record)
+        for path, rows in new.items():
+            self._columns[path].advance(len(rows), versions)
+
+    def seal(self) -> None:
+        """Declare the stream finished, and give its arrays their final shapes of their own.
+
+        From here on an array opened by its own path, or by tensorstore, shows all rows.
+        """
+        if not self._is_born or self.record.is_sealed:
+            return
+        self._put_nodes()
+        self._publish(replace(self.record, is_sealed=True))
+
+    def _be_born(self) -> None:
+        """Publish an empty record, then the nodes it names: a stream is never visible without its record."""
+        if self._is_born:
+            return
+        self._settle_schema(self.record.schema)
+        self._publish(self.record)
+        self._put_nodes()
+        self._is_born = True
+
+    def _put_nodes(self) -> None:
+        prefix = f"streams/{self.record.id}"
+
+        def put(path: str, data: bytes) -> Put:
+            return Put(f"{prefix}/{path}/zarr.json", lambda: data)
+
+        self._storage.put_many([put(path, dump_json(node)) for path, node in self.record.nodes().items()])
+
+    def _publish(self, record: CommitRecord) -> None:
+        try:
+            self._record_version = self._storage.put(record.key, record.to_bytes(), self._record_version)
+        except FileExistsError:
+            self._accept_own_record(record)
+        self.record = record
+
+    def _accept_own_record(self, record: CommitRecord) -> None:
+        # The first put may have gone through although its answer was lost.
+        if self._storage.get(record.key) != record.to_bytes():
+            raise FormatError(f"{self._storage.display}/{record.key} exists already") from None
+        self._record_version = ANY
+
+    def _new_rows(self, batch: Batch) -> dict[str, Rows]:
+        new = {f"steps/{path}": rows for path, rows in batch.rows.items()}
+        new["spans/ints"] = Rows(batch.span_ints)
+        new["spans/floats"] = Rows(batch.span_floats)
+        new["spans/text"] = Rows(np.frombuffer(batch.text, np.uint8))
+        return {path: rows for path, rows in new.items() if len(rows)}
+
+
+def span_columns(schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return int_columns(schema), float_columns(schema)
+
+
+def new_record(
+    stream_id: str,
+    name: str,
+    schema: Schema,
+    layouts: Mapping[str, ArrayLayout],
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> CommitRecord:
+    """The record of a stream that holds nothing yet."""
+    now = time.time()
+    return CommitRecord(
+        stream_id, name, schema, layouts, created_at=now, committed_at=now, rank=rank, world_size=world_size
+    )
+
+
+def join_spans(blocks: Sequence[Spans]) -> Spans:
+    if len(blocks) == 1:
+        return blocks[0]
+    return Spans(np.concatenate([b.ints for b in blocks]), np.concatenate([b.floats for b in blocks]))
