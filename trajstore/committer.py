@@ -15,7 +15,7 @@ class Committer(Generic[Job]):
 
     Args:
         run: Does one job; may be called again with the same job after it failed.
-        tick: Called from the thread when it has been idle for ``tick_s``.
+        tick: Called from the thread whenever it has been idle for ``tick_s``.
         tick_s: How long to idle between ticks, or None for no ticks.
     """
 
@@ -25,8 +25,10 @@ class Committer(Generic[Job]):
         self._tick_s = tick_s
         self._condition = threading.Condition()
         self._jobs: deque[Job] = deque()
-        self._error: BaseException | None = None  # failed and not yet raised to anybody
-        self._is_stalled = False  # the first job failed; it waits for somebody to ask for another try
+        self._n_submitted = 0
+        self._n_done = 0
+        self._failure: BaseException | None = None  # why the first job waits; it waits for another try
+        self._unseen: BaseException | None = None  # failed, and not yet raised to anybody
         self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="trajstore-commit", daemon=True)
 
@@ -36,32 +38,38 @@ class Committer(Generic[Job]):
     def submit(self, job: Job) -> None:
         with self._condition:
             self._jobs.append(job)
+            self._n_submitted += 1
             self._condition.notify_all()
+
+    @property
+    def n_submitted(self) -> int:
+        """Jobs submitted so far: the ticket of the newest one."""
+        return self._n_submitted
 
     def raise_pending(self) -> None:
         """Raise a failure that nobody has seen yet; each is raised once."""
-        if self._error is None:  # the common case, without taking the lock
+        if self._unseen is None:  # the common case, without taking the lock
             return
         with self._condition:
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
+            failure, self._unseen = self._unseen, None
+        if failure is not None:
+            raise failure
 
-    def wait(self, at_most: int = 0) -> None:
-        """Wait until no more than ``at_most`` jobs are left, giving a failed one another try.
+    def wait(self, ticket: int) -> None:
+        """Wait until so many jobs are done, giving one that failed another try.
 
         Raises:
             BaseException: What the try ended with, if it failed again.
         """
         with self._condition:
-            self._is_stalled = False
+            self._failure = None
             self._condition.notify_all()
-            self._condition.wait_for(lambda: len(self._jobs) <= at_most or self._is_stalled)
-            if len(self._jobs) <= at_most:
+            self._condition.wait_for(lambda: self._n_done >= ticket or self._failure is not None)
+            if self._n_done >= ticket:
                 return
-            error, self._error = self._error, None
-        assert error is not None
-        raise error
+            failure, self._unseen = self._failure, None
+        assert failure is not None
+        raise failure
 
     def stop(self) -> None:
         """End the thread after the jobs that can be done; those that fail are given up."""
@@ -74,29 +82,31 @@ class Committer(Generic[Job]):
         while True:
             with self._condition:
                 self._condition.wait_for(self._has_news, timeout=self._tick_s)
-                if self._is_closing and (self._is_stalled or not self._jobs):
+                if self._is_closing and (self._failure is not None or not self._jobs):
                     return
-                self._is_stalled = False  # woken by news, or by time: then a failed job gets another try
+                self._failure = None  # woken by news, or by time: then a failed job gets another try
                 job = self._jobs[0] if self._jobs else None
-            if job is None:
-                self._attempt(self._tick)
+            try:
+                if job is None:
+                    self._tick()
+                else:
+                    self._run(job)
+            except BaseException as failure:  # whatever it is, somebody must hear of it
+                self._fail(failure)
             else:
-                self._attempt(lambda job=job: self._finish(job))  # type: ignore[misc]
+                self._succeed(job)
 
     def _has_news(self) -> bool:
-        return self._is_closing or (bool(self._jobs) and not self._is_stalled)
+        return self._is_closing or (bool(self._jobs) and self._failure is None)
 
-    def _finish(self, job: Job) -> None:
-        self._run(job)
-        with self._condition:
-            self._jobs.popleft()
-            self._condition.notify_all()
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except BaseException as error:
+    def _succeed(self, job: Job | None) -> None:
+        if job is not None:
             with self._condition:
-                self._error = error
-                self._is_stalled = True
+                self._jobs.popleft()
+                self._n_done += 1
                 self._condition.notify_all()
+
+    def _fail(self, failure: BaseException) -> None:
+        with self._condition:
+            self._failure = self._unseen = failure
+            self._condition.notify_all()

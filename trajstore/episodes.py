@@ -246,7 +246,7 @@ class EpisodeTable:
             "end": lambda: END_LABELS[self._spans["end"][self._last]],
             "has_final": lambda: self._spans["has_final"][self._last].astype(bool),
             "is_headless": lambda: self._spans["t_start"][self._first] > 0,
-            "metadata": lambda: self._objects(self.metadata),
+            "metadata": lambda: self._objects([self._free(text) for text in self._texts()]),
         }
         if name in derived:
             return derived[name]()
@@ -267,29 +267,44 @@ class EpisodeTable:
         absent = (self._spans["present"][self._last] >> bit) & 1 == 0
         kind = schema.episode[name]
         if kind == "str":
-            return self._objects(lambda i: self._text(i).get(name))
+            return self._objects([text.get(name) for text in self._texts()])
         values = self._spans[name][self._last]
         masked: Array = np.ma.masked_array(values.astype(bool) if kind == "bool" else values, absent)
         return masked
 
-    def _objects(self, value: Callable[[int], Any]) -> Array:
-        column = np.empty(len(self), object)
-        for i in range(len(self)):
-            column[i] = value(i)
+    def _objects(self, values: list[Any]) -> Array:
+        column = np.empty(len(values), object)
+        column[:] = values
         return column
+
+    def _texts(self) -> list[dict[str, Any]]:
+        """The text of every episode; each stream's is read once."""
+        s, last = self._spans, self._last
+        source, start, stop = s["source"][last], s["text_start"][last], s["text_stop"][last]
+        has_text = stop > start
+        texts: list[dict[str, Any]] = [{} for _ in range(len(self))]
+        for stream in np.unique(source[has_text]):
+            chosen = np.flatnonzero(has_text & (source == stream))
+            low, high = int(start[chosen].min()), int(stop[chosen].max())
+            data = self._read_text(int(stream), low, high)
+            for i in chosen:
+                texts[i] = _parse_text(data[start[i] - low : stop[i] - low])
+        return texts
+
+    def _free(self, text: dict[str, Any]) -> dict[str, Any]:
+        declared = self._schema.episode if self._schema else {}
+        return {name: value for name, value in text.items() if name not in declared}
 
     def _text(self, i: int) -> dict[str, Any]:
         k = self._last[i]
         start, stop = int(self._spans["text_start"][k]), int(self._spans["text_stop"][k])
         if start == stop:
             return {}
-        text: dict[str, Any] = json.loads(self._read_text(int(self._spans["source"][k]), start, stop))
-        return text
+        return _parse_text(self._read_text(int(self._spans["source"][k]), start, stop))
 
     def metadata(self, i: int) -> dict[str, Any]:
         """Free-form metadata of episode ``i``; reads it from the store."""
-        declared = self._schema.episode if self._schema else {}
-        return {name: value for name, value in self._text(i).items() if name not in declared}
+        return self._free(self._text(self._position(i)))
 
     def key(self, i: int) -> EpisodeKey:
         """The name of row ``i`` that stays valid whatever is written or evicted."""
@@ -357,7 +372,7 @@ class EpisodeTable:
             is_present = bool((self._spans["present"][k] >> bit) & 1)
             value = text.get(name) if kind == "str" else self._spans[name][k].item()
             values[name] = (bool(value) if kind == "bool" else value) if is_present else None
-        values["metadata"] = {name: value for name, value in text.items() if name not in declared}
+        values["metadata"] = self._free(text)
         return values
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -389,6 +404,16 @@ class EpisodeTable:
 
     def __repr__(self) -> str:
         return f"<EpisodeTable {len(self)} episodes, {int(self._lengths().sum())} steps>"
+
+
+def _parse_text(data: bytes) -> dict[str, Any]:
+    try:
+        text = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"episode text is not JSON: {error}") from error
+    if not isinstance(text, dict):
+        raise CorruptionError(f"episode text is a {type(text).__name__}, expected an object")
+    return text
 
 
 def _concatenate(parts: Sequence[StreamSpans], schema: Schema | None) -> dict[str, Array]:

@@ -67,7 +67,7 @@ class Field:
     codec: str | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
-        name = self.dtype if isinstance(self.dtype, str) else np.dtype(self.dtype).name
+        name = _dtype_name(self.dtype)
         object.__setattr__(self, "dtype", name)
         if name not in DTYPES:
             raise SchemaError(f"dtype {name!r} can't be stored; expected one of {', '.join(sorted(DTYPES))}")
@@ -97,6 +97,21 @@ class Field:
             "chunk_rows": self.chunk_rows,
             "codec": self.codec,
         }
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name of a dtype given as text, numpy or torch dtype, or Python type."""
+    if isinstance(dtype, str):
+        return dtype
+    text = str(dtype)
+    if text.startswith("torch."):
+        return text.removeprefix("torch.")
+    try:
+        return str(np.dtype(dtype).name)
+    except TypeError:
+        raise SchemaError(
+            f"dtype {dtype!r}: expected a name such as 'float32', or a numpy or torch dtype"
+        ) from None
 
 
 class Schema:
@@ -283,26 +298,24 @@ def flatten(data: Any, prefix: str = "", into: dict[str, Any] | None = None) -> 
 
 
 def as_array(path: str, value: Any) -> tuple[Array, str]:
-    """View arrays, tensors and Python scalars as numpy, with the dtype's name; bfloat16 comes as uint16 bits."""
+    """View arrays, tensors and Python numbers as numpy, with the dtype's name; bfloat16 comes as its bits."""
     if type(value) is np.ndarray:
         array = value
     elif hasattr(value, "detach"):
-        return _from_torch(value)
-    elif isinstance(value, (bool, int, float)):
-        array = np.asarray(value)
+        return _from_torch(path, value)
     else:
         array = np.asarray(value)
     name = array.dtype.name
-    if name == "bfloat16":
-        return array.view(np.uint16), name
     if name not in DTYPES:
         raise DataError(f"field '{path}': dtype {name} can't be stored (from {type(value).__name__})")
-    return array, name
+    return (array.view(np.uint16), name) if name == "bfloat16" else (array, name)
 
 
-def _from_torch(tensor: Any) -> tuple[Array, str]:
+def _from_torch(path: str, tensor: Any) -> tuple[Array, str]:
     tensor = tensor.detach().cpu()
     name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise DataError(f"field '{path}': dtype {name} can't be stored (from {type(tensor).__name__})")
     if name == "bfloat16":
         # A tensor came in, so torch is loaded; importing it here would make every user wait for it.
         signed: Array = tensor.contiguous().view(sys.modules["torch"].int16).numpy()
@@ -312,12 +325,9 @@ def _from_torch(tensor: Any) -> tuple[Array, str]:
 
 def from_scalar(path: str, spec: Field, value: bool | int | float) -> Array:
     """A Python number as the field's dtype; refused unless it keeps its value (floats: its range)."""
-    kind = spec.storage_dtype.kind
-    allowed = (isinstance(value, bool) and kind == "b") or (
-        not isinstance(value, bool)
-        and (kind == "f" or spec.dtype == "bfloat16" or (kind in "iu" and isinstance(value, int)))
-    )
-    if not allowed or spec.shape:
+    kind = "f" if spec.dtype == "bfloat16" else spec.storage_dtype.kind
+    kinds = "b" if isinstance(value, bool) else "iuf" if isinstance(value, int) else "f"
+    if kind not in kinds or spec.shape:
         raise _mismatch(path, spec, (), type(value).__name__, ())
     try:
         return _cast_scalar(spec, value)
@@ -326,20 +336,27 @@ def from_scalar(path: str, spec: Field, value: bool | int | float) -> Array:
 
 
 def _cast_scalar(spec: Field, value: bool | int | float) -> Array:
-    if spec.dtype == "bfloat16":
-        return round_to_bfloat16(np.asarray(value, np.float32))
     with np.errstate(over="ignore"):
-        array = np.asarray(value, spec.storage_dtype)
-    if array.dtype.kind == "f" and math.isfinite(value) and not np.isfinite(array):
+        array = np.asarray(value).astype(np.float32) if spec.dtype == "bfloat16" else np.asarray(value)
+        if spec.dtype == "bfloat16":
+            cast = round_to_bfloat16(array)
+            is_finite = bool(np.isfinite(widen_bfloat16(cast)))
+        elif spec.storage_dtype.kind == "f":
+            cast = array.astype(spec.storage_dtype)
+            is_finite = bool(np.isfinite(cast))
+        else:
+            return np.asarray(value, spec.storage_dtype)
+    if math.isfinite(value) and not is_finite:
         raise OverflowError
-    return array
+    return cast
 
 
 def round_to_bfloat16(values: Array) -> Array:
     """Bits of the nearest bfloat16 (ties to even) of float32 values; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+    bits = flat.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype(np.uint16).reshape(values.shape)
+    return np.where(np.isnan(flat), (bits >> 16) | 0x40, rounded).astype(np.uint16).reshape(np.shape(values))
 
 
 def widen_bfloat16(bits: Array) -> Array:
@@ -355,7 +372,7 @@ def _mismatch(path: str, spec: Field, lead: tuple[Any, ...], dtype: str, shape: 
     )
 
 
-def checked(path: str, spec: Field, value: Any, lead: tuple[int, ...], names: tuple[Any, ...]) -> Array:
+def checked(path: str, spec: Field, value: Any, lead: tuple[int, ...]) -> Array:
     """The value as an array of exactly ``lead + field shape`` in storage dtype, or a DataError.
 
     Args:
@@ -363,13 +380,13 @@ def checked(path: str, spec: Field, value: Any, lead: tuple[int, ...], names: tu
         spec: What the field expects.
         value: Array, tensor, or Python number where ``lead`` is empty.
         lead: Leading lengths expected.
-        names: How the message shows the leading lengths.
     """
     if not lead and isinstance(value, (bool, int, float)):
         return from_scalar(path, spec, value)
     array, name = as_array(path, value)
     if name != spec.dtype or array.shape != lead + spec.shape or not array.dtype.isnative:
-        raise _mismatch(path, spec, names, name, array.shape)
+        came = name if array.dtype.isnative else f"byte-swapped {name}"
+        raise _mismatch(path, spec, lead, came, array.shape)
     return array
 
 

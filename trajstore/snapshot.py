@@ -64,10 +64,11 @@ class Snapshot:
             if record is None:
                 if name in old and name not in asked:
                     streams[name] = old[name]
-            elif name in old and record.commit >= old[name].record.commit:
-                streams[name] = old[name].advanced(record)
-            else:
+            elif name not in old:
                 streams[name] = _Stream(StreamReader(storage, record))
+            else:  # a backend may answer with an older record; a reader never goes back in time
+                is_newer = record.commit >= old[name].record.commit
+                streams[name] = old[name].advanced(record) if is_newer else old[name]
         _check_schemas(storage, schema, streams.values())
         if schema is None and streams:
             schema = next(iter(streams.values())).record.schema
@@ -109,12 +110,17 @@ class Snapshot:
     @cached_property
     def episodes(self) -> EpisodeTable:
         """The episode table of this snapshot."""
-        names = list(self._streams)
+        names = list(self._positions())
         readers = [stream.reader for stream in self._streams.values()]
         return EpisodeTable(names, self._parts(), self._schema, lambda s, a, b: readers[s].read_text(a, b))
 
+    def _positions(self) -> dict[str, int]:
+        """The streams that handles name, in order: those that are here, then those that are only replaced."""
+        replaced = (s.record.replaces.stream for s in self._streams.values() if s.record.replaces)
+        return {name: i for i, name in enumerate(dict.fromkeys((*self._streams, *replaced)))}
+
     def _parts(self) -> list[StreamSpans]:
-        position = {name: i for i, name in enumerate(self._streams)}
+        position = self._positions()
         records = [stream.record for stream in self._streams.values()]
         first_rows, dead = _first_rows(records), {s for r in records for s in r.view.dead}
         hidden = {r.replaces.stream: (r.replaces.start, r.replaces.stop) for r in records if r.replaces}
@@ -127,7 +133,7 @@ class Snapshot:
             record = stream.record
             logical = record.replaces.stream if record.replaces else name
             part = StreamSpans(
-                stream=position.get(logical, position[name]),
+                stream=position[logical],
                 source=position[name],
                 spans=stream.spans,
                 columns=span_columns(record.schema),

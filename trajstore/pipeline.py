@@ -1,0 +1,143 @@
+"""From appended rows to durable ones: two stagings, filled and committed in turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trajstore.committer import Committer
+from trajstore.errors import DataError
+from trajstore.schema import Schema
+from trajstore.staging import Placement, Staging, place
+from trajstore.stream import Batch, StreamAppender
+
+
+@dataclass(slots=True)
+class _Job:
+    """A staging on its way to disk; placed once, committed until it succeeds."""
+
+    staging: Staging
+    schema: Schema
+    batch: Batch | None = None
+
+
+class Pipeline:
+    """Holds at most two stagings: one being filled, one on its way to disk.
+
+    Every method but `wait` is called with the writer's lock held; the background thread takes it only if it
+    is free, because whoever holds it may be waiting for that thread.
+
+    Args:
+        buffer_bytes: Bound of both stagings together.
+        schema: The schema as far as it is known.
+        settle: Told that everything staged gets its place now; returns the schema, which is then settled.
+        make_appender: Makes the stream's appender, at the first hand-off.
+        lock: The writer's lock.
+        commit_s: Hand off at least this often; None: never by time.
+    """
+
+    def __init__(
+        self,
+        buffer_bytes: int,
+        schema: Callable[[], Schema],
+        settle: Callable[[], Schema],
+        make_appender: Callable[[Schema], StreamAppender],
+        lock: threading.RLock,
+        commit_s: float | None,
+    ) -> None:
+        self.appender: StreamAppender | None = None
+        self.staging: Staging | None = None  # the one being filled
+        self._buffer_bytes = buffer_bytes
+        self._schema = schema
+        self._settle = settle
+        self._make_appender = make_appender
+        self._lock = lock
+        self._placement = Placement()  # touched by the background thread alone
+        self._free: list[Staging] = []  # filled by the background thread
+        self._n_stagings = 0
+        self._committer: Committer[_Job] = Committer(self._run, self._hand_off_by_time, commit_s)
+        self._committer.start()
+
+    def raise_pending(self) -> None:
+        self._committer.raise_pending()
+
+    def fill(self) -> Staging:
+        """The staging to fill; waits for the disk when both are full."""
+        if self.staging is None:
+            self.staging = self._next()
+        return self.staging
+
+    def make_room(self, n: int) -> Staging:
+        """A staging with room for ``n`` rows; hands off what is staged to get it."""
+        staging = self.fill()
+        if n > staging.capacity:
+            raise DataError(
+                f"one call appends {n} rows, but a buffer of {self._buffer_bytes} bytes takes {staging.capacity}"
+                " at a time; raise buffer_bytes"
+            )
+        if staging.room < n:
+            self.hand_off()
+        return self.fill()
+
+    def reset(self) -> None:
+        """Forget the empty staging made for a schema that is not the one after all."""
+        self.staging, self._n_stagings = None, 0
+
+    def drop(self) -> int:
+        """Forget what is staged; returns how many rows."""
+        n = self.staging.n if self.staging is not None else 0
+        if self.staging is not None:
+            self.staging.clear()
+        return n
+
+    def hand_off(self) -> int:
+        """Let the background commit what is staged. Returns the ticket to wait for."""
+        staging = self.staging
+        if staging is not None and not staging.is_empty:
+            if self._n_stagings == 2 and not self._free:
+                self._committer.wait(self._committer.n_submitted)  # if this fails, nothing has changed
+            schema = self._settle()
+            if self.appender is None:
+                self.appender = self._make_appender(schema)
+            self.staging = None
+            self._committer.submit(_Job(staging, schema))
+        return self._committer.n_submitted
+
+    def wait(self, ticket: int) -> None:
+        """Wait until everything handed off with this ticket is durable."""
+        self._committer.wait(ticket)
+
+    def seal(self) -> None:
+        """Declare the stream finished; nothing is in flight any more."""
+        if self.appender is not None:
+            self.appender.seal()
+
+    def stop(self) -> None:
+        self._committer.stop()
+        self.staging, self._free = None, []
+
+    def _next(self) -> Staging:
+        if not self._free and self._n_stagings == 2:
+            self._committer.wait(self._committer.n_submitted - 1)
+        if self._free:
+            return self._free.pop()
+        schema = self._schema()
+        self._n_stagings += 1
+        return Staging(schema, max(1, self._buffer_bytes // 2 // schema.row_bytes))
+
+    def _hand_off_by_time(self) -> None:
+        # On the background thread, with no job in line: the other staging is free, so nothing waits.
+        if self._lock.acquire(blocking=False):
+            try:
+                self.hand_off()
+            finally:
+                self._lock.release()
+
+    def _run(self, job: _Job) -> None:
+        assert self.appender is not None
+        if job.batch is None:
+            job.batch = place(job.staging, self._placement, job.schema)
+        self.appender.commit(job.batch)
+        job.staging.clear()
+        self._free.append(job.staging)
