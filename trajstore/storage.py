@@ -199,7 +199,7 @@ class LocalStorage(Storage):
             return os.pread(file.fileno(), stop - start, start)
 
     def size(self, key: str) -> int:
-        with self._translated("stat", key):
+        with self._translated("read", key):
             return self._path(key).stat().st_size
 
     def put(self, key: str, data: bytes, expect: str = ANY) -> str:
@@ -320,9 +320,11 @@ class LocalStorage(Storage):
     def _translated(self, action: str, key: str) -> Iterator[None]:
         try:
             yield
-        except (FileNotFoundError, FileExistsError, StorageError):
+        except (FileExistsError, StorageError):
             raise
         except OSError as error:
+            if isinstance(error, FileNotFoundError) and action == "read":
+                raise  # the caller decides what a missing object means
             raise _fail(action, f"{self.display}/{key}", error) from error
 
 
@@ -391,7 +393,7 @@ class FsspecStorage(Storage):
         return bytes(self._retried("read", key, lambda: self._fs.cat_file(self._path(key), start=start, end=stop)))
 
     def size(self, key: str) -> int:
-        return int(self._retried("stat", key, lambda: self._fs.info(self._path(key), refresh=True)["size"]))
+        return int(self._retried("read", key, lambda: self._fs.info(self._path(key), refresh=True)["size"]))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         if len(keys) <= 1 or not getattr(self._fs, "async_impl", False):
@@ -470,10 +472,12 @@ class FsspecStorage(Storage):
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return call()
-            except (FileNotFoundError, FileExistsError, StorageError, MissingExtraError):
+            except (FileExistsError, StorageError, MissingExtraError):
                 raise
             except Exception as error:
-                if attempt == _ATTEMPTS or isinstance(error, PermissionError):
+                if isinstance(error, FileNotFoundError) and action == "read":
+                    raise  # the caller decides what a missing object means
+                if attempt == _ATTEMPTS or isinstance(error, (PermissionError, FileNotFoundError)):
                     raise _fail(action, f"{self.display}/{key}", error, self._secrets) from None
                 _log.warning("%s %s/%s failed, trying again: %s", action, self.display, key, type(error).__name__)
                 time.sleep(0.05 * 2**attempt)

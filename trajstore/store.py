@@ -22,6 +22,7 @@ _ROOT = "zarr.json"
 _SCHEMA = "schema/zarr.json"
 _STREAMS = "streams/zarr.json"
 _CHECKPOINTS = "checkpoints/zarr.json"
+_SKELETON = {"scratch", "streams", "checkpoints"}
 
 Url = str | os.PathLike[str]
 
@@ -39,16 +40,31 @@ class Store:
         self._storage_options = dict(storage_options or {})
         self._snapshot = Snapshot(storage, None, {})
 
-    def writer(self, name: str = "writer", **options: Any) -> Writer:
+    def writer(
+        self,
+        name: str = "writer",
+        *,
+        commit_steps: int | None = None,
+        commit_seconds: float | None = 10.0,
+        buffer_bytes: int | str = "256MiB",
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> Writer:
         """A writer with a stream of its own; any number may write at the same time, under any names.
 
         Args:
             name: What to call the stream; a unique id is added.
-            **options: See `WriterOptions`: commit_steps, commit_seconds, buffer_bytes, rank, world_size.
+            commit_steps: Commit in the background whenever this many steps are staged; None: not by count.
+            commit_seconds: Commit in the background at least this often; None: not by time.
+            buffer_bytes: Bound of the memory for steps that are appended and not yet durable; reaching half of
+                it commits in the background, reaching all of it makes appends wait.
+            rank: Rank of this writer, recorded with the stream.
+            world_size: Number of ranks, recorded with the stream.
         """
         check_name(name, "writer name")
+        options = WriterOptions(commit_steps, commit_seconds, buffer_bytes, rank, world_size)
         schema = self._snapshot.schema or _read_schema(self._storage)
-        return Writer(self._storage, name, schema, self._settle_schema, WriterOptions(**options))
+        return Writer(self._storage, name, schema, self._settle_schema, options)
 
     def refresh(self) -> Snapshot:
         """Show what has been committed meanwhile; costs what is new, not what is there."""
@@ -102,12 +118,11 @@ class Store:
 
     def _settle_schema(self, schema: Schema) -> None:
         """Make this the store's schema if it has none; refuse one that differs from what it has."""
-        try:
-            self._storage.put(_SCHEMA, _schema_bytes(schema), ABSENT)
-        except FileExistsError:
-            settled = _read_schema(self._storage)
-            if settled is not None and (differences := settled.differences(schema)):
-                raise SchemaError(f"{self.url} has another schema: {'; '.join(differences)}") from None
+        if _put_once(self._storage, _SCHEMA, _schema_bytes(schema)):
+            return
+        settled = _read_schema(self._storage)
+        if settled is not None and (differences := settled.differences(schema)):
+            raise SchemaError(f"{self.url} has another schema: {'; '.join(differences)}")
 
     def __repr__(self) -> str:
         return f"<Store {self.url}: {len(self._snapshot.streams)} streams, {self._snapshot.n_rows} rows>"
@@ -134,20 +149,10 @@ def create(
         StoreExistsError: There is a store already, or the directory holds something else.
     """
     storage = open_storage(url, storage_options, fsync=fsync)
-    names = storage.list_names("")
-    if _ROOT not in names and set(names) - {"scratch"}:
-        raise StoreExistsError(f"{storage.display} is not empty and not a store; choose another place")
-    try:
-        storage.put(_ROOT, _root_bytes(), ABSENT)
-    except FileExistsError:
-        if not exist_ok:
-            raise StoreExistsError(
-                f"{storage.display} is a store already; open it, or pass exist_ok=True"
-            ) from None
-    for key in (_STREAMS, _CHECKPOINTS):
-        _put_once(storage, key, dump_json(GROUP))
-    store = Store(storage, url, storage_options)
+    if not _make_root(storage) and not exist_ok:
+        raise StoreExistsError(f"{storage.display} is a store already; open it, or pass exist_ok=True")
     _check_root(storage)
+    store = Store(storage, url, storage_options)
     if schema is not None:
         store._settle_schema(schema)
     store.refresh()
@@ -175,6 +180,19 @@ def open(  # noqa: A001 - trajstore.open reads as it should
     return store
 
 
+def _make_root(storage: Storage) -> bool:
+    """Create the root and the groups below it; False if there is a root already."""
+    names = storage.list_names("")
+    if _ROOT in names:
+        return False
+    # The root comes last: what a crash before it leaves is not a store yet, and may be created again.
+    if not set(names) <= _SKELETON or not set(storage.list_names("streams")) <= {_ROOT}:
+        raise StoreExistsError(f"{storage.display} is not empty and not a store; choose another place")
+    for key in (_STREAMS, _CHECKPOINTS):
+        _put_once(storage, key, dump_json(GROUP))
+    return _put_once(storage, _ROOT, _root_bytes())
+
+
 def _root_bytes() -> bytes:
     own = {"format": FORMAT, "kind": "store", "id": new_id("store"), "created_at": time.time()}
     return dump_json(GROUP | {"attributes": {"trajstore": own}})
@@ -185,11 +203,13 @@ def _schema_bytes(schema: Schema) -> bytes:
     return dump_json(GROUP | {"attributes": {"trajstore": own}})
 
 
-def _put_once(storage: Storage, key: str, data: bytes) -> None:
+def _put_once(storage: Storage, key: str, data: bytes) -> bool:
+    """Put an object where there is none; False if there is one."""
     try:
         storage.put(key, data, ABSENT)
     except FileExistsError:
-        return
+        return False
+    return True
 
 
 def _check_root(storage: Storage) -> None:
@@ -197,10 +217,7 @@ def _check_root(storage: Storage) -> None:
         data = storage.get(_ROOT)
     except (FileNotFoundError, NotADirectoryError):
         raise StoreNotFoundError(f"{storage.display}: there is no store here") from None
-    try:
-        own_attributes(load_json(data, storage.display), "store", storage.display)
-    except FormatError as error:
-        raise FormatError(f"{error}") from None
+    own_attributes(load_json(data, storage.display), "store", storage.display)
 
 
 def _read_schema(storage: Storage) -> Schema | None:
