@@ -99,6 +99,10 @@ class Field:
         }
 
 
+def _describe(spec: Field | None) -> str:
+    return f"{spec.dtype} {spec.shape}{' with final' if spec.final else ''}" if spec else "absent"
+
+
 def _dtype_name(dtype: Any) -> str:
     """The name of a dtype given as text, numpy or torch dtype, or Python type."""
     if isinstance(dtype, str):
@@ -180,7 +184,7 @@ class Schema:
     def differences(self, other: Schema) -> list[str]:
         """Say, field by field, what another schema has differently; empty when data may be mixed."""
         found = [
-            f"{path}: {self.fields.get(path)} here, {other.fields.get(path)} there"
+            f"{path}: {_describe(self.fields.get(path))} here, {_describe(other.fields.get(path))} there"
             for path in {**self.fields, **other.fields}
             if self.fields.get(path) != other.fields.get(path)
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -312,14 +311,21 @@ def new_record(
     name: str,
     schema: Schema,
     layouts: Mapping[str, ArrayLayout],
+    created_at: float,
     *,
     rank: int | None = None,
     world_size: int | None = None,
 ) -> CommitRecord:
     """The record of a stream that holds nothing yet."""
-    now = time.time()
     return CommitRecord(
-        stream_id, name, schema, layouts, created_at=now, committed_at=now, rank=rank, world_size=world_size
+        stream_id,
+        name,
+        schema,
+        layouts,
+        created_at=created_at,
+        committed_at=created_at,
+        rank=rank,
+        world_size=world_size,
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -82,6 +83,7 @@ class Writer:
         options: WriterOptions,
     ) -> None:
         self.stream = new_id(name)
+        self._created_at = time.time()
         self._name = name
         self._storage = storage
         self._settle_schema = settle_schema
@@ -497,6 +499,7 @@ class Writer:
             self._name,
             schema,
             layouts_of(schema, options.commit_steps),
+            self._created_at,
             rank=options.rank,
             world_size=options.world_size,
         )

@@ -1,0 +1,345 @@
+"""What every storage must do, as a test class that the author of a backend subclasses."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+
+from trajstore.storage import ABSENT, Put, Storage
+
+_MEGABYTE = 1_000_000
+_JOIN_S = 120
+
+
+class StorageConformance:
+    """Subclass it in a test module and give it a ``storage`` fixture; pytest runs what it inherits.
+
+    The fixture returns a fresh, empty `Storage` for every test. A storage whose objects live in one process
+    only sets ``is_per_process``, which leaves out the tests that need a second process to see them.
+
+    >>> class TestMine(StorageConformance):
+    ...     @pytest.fixture
+    ...     def storage(self, tmp_path):
+    ...         return open_storage(tmp_path / "store")
+    """
+
+    is_per_process: bool = False
+
+    @pytest.fixture
+    def storage(self) -> Storage:
+        raise NotImplementedError("give the subclass a 'storage' fixture")
+
+    def reopen(self, storage: Storage) -> Storage:
+        """A second storage object at the same URL, as another process would get it."""
+        copy: Storage = ForkingPickler.loads(bytes(ForkingPickler.dumps(storage)))
+        return copy
+
+    # ---- one object --------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("n_bytes", [0, 1, 5 * _MEGABYTE])
+    def test_get_returns_exactly_what_was_put(self, storage: Storage, n_bytes: int) -> None:
+        data = _noise(n_bytes)
+        storage.put("a/object", data)
+        assert storage.get("a/object") == data
+
+    def test_a_missing_object_is_a_file_not_found_error(self, storage: Storage) -> None:
+        for read in (storage.get, storage.size, lambda key: storage.get_range(key, 0, 1)):
+            with pytest.raises(FileNotFoundError):
+                read("never/put")
+
+    def test_a_second_put_replaces_the_object_whole(self, storage: Storage) -> None:
+        storage.put("key", b"long " * 1000)
+        storage.put("key", b"short")
+        assert storage.get("key") == b"short"
+
+    @pytest.mark.parametrize(("start", "stop"), [(0, 1000), (3, 10), (999, 1000), (990, 5000)])
+    def test_a_range_holds_the_bytes_from_start_to_stop(self, storage: Storage, start: int, stop: int) -> None:
+        data = _noise(1000)
+        storage.put("key", data)
+        assert storage.get_range("key", start, stop) == data[start:stop]
+
+    @pytest.mark.parametrize("n_bytes", [0, 1, 12_345])
+    def test_size_counts_the_bytes(self, storage: Storage, n_bytes: int) -> None:
+        storage.put("key", _noise(n_bytes))
+        assert storage.size("key") == n_bytes
+
+    def test_size_follows_a_put_by_somebody_else(self, storage: Storage) -> None:
+        storage.put("key", b"one")
+        assert storage.size("key") == 3
+        self.reopen(storage).put("key", b"three")
+        assert storage.size("key") == 5
+
+    def test_delete_removes_the_object(self, storage: Storage) -> None:
+        storage.put("a/gone", b"1")
+        storage.put("a/stays", b"2")
+        storage.delete(["a/gone"])
+        assert storage.list_names("a") == ["stays"]
+        with pytest.raises(FileNotFoundError):
+            storage.get("a/gone")
+
+    def test_deleting_what_is_gone_is_fine(self, storage: Storage) -> None:
+        storage.put("key", b"1")
+        storage.delete(["key", "never"])
+        storage.delete(["key", "never"])
+        assert storage.list_names("key") == []
+
+    @pytest.mark.parametrize("key", ["../x", "/x", "a/../../x", ".."])
+    def test_a_key_that_leaves_the_store_is_refused(self, storage: Storage, key: str) -> None:
+        actions: list[Callable[[], object]] = [
+            lambda: storage.get(key),
+            lambda: storage.put(key, b"data"),
+            lambda: storage.get_range(key, 0, 1),
+            lambda: storage.size(key),
+            lambda: storage.list_names(key),
+            lambda: storage.delete([key]),
+        ]
+        for action in actions:
+            with pytest.raises(ValueError, match="leaves the store"):
+                action()
+
+    # ---- listing -----------------------------------------------------------------------------------
+
+    def test_listing_names_only_direct_children_in_order(self, storage: Storage) -> None:
+        for key in ("p/b", "p/a/deep/er", "p/c", "p/a/x", "pq/x", "q"):
+            storage.put(key, b"1")
+        assert storage.list_names("p") == ["a", "b", "c"]
+
+    def test_a_child_may_be_called_like_its_parent(self, storage: Storage) -> None:
+        storage.put("p/p/x", b"1")
+        assert storage.list_names("p") == ["p"]
+        assert storage.list_names("p/p") == ["x"]
+
+    def test_listing_the_root_names_the_top_level(self, storage: Storage) -> None:
+        storage.put("a", b"1")
+        storage.put("b/c", b"2")
+        assert {"a", "b"} <= set(storage.list_names(""))
+        assert "c" not in storage.list_names("")
+
+    def test_an_empty_prefix_lists_nothing(self, storage: Storage) -> None:
+        assert storage.list_names("nothing/here") == []
+
+    def test_the_root_of_an_empty_storage_lists_nothing(self, storage: Storage) -> None:
+        assert storage.list_names("") == []
+
+    def test_listing_sees_a_put_made_through_another_storage_object(self, storage: Storage) -> None:
+        storage.put("p/a", b"1")
+        assert storage.list_names("p") == ["a"]
+        _in_thread(lambda: self.reopen(storage).put("p/b", b"2"))
+        assert storage.list_names("p") == ["a", "b"]
+
+    # ---- conditional puts --------------------------------------------------------------------------
+
+    def test_a_put_that_expects_the_last_version_replaces(self, storage: Storage) -> None:
+        version = storage.put("key", b"one", ABSENT)
+        version = storage.put("key", b"two", version)
+        storage.put("key", b"three", version)
+        assert storage.get("key") == b"three"
+
+    def test_an_exclusive_put_leaves_what_is_there(self, storage: Storage) -> None:
+        storage.put("key", b"first", ABSENT)
+        with pytest.raises(FileExistsError):
+            storage.put("key", b"second", ABSENT)
+        assert storage.get("key") == b"first"
+
+    def test_an_exclusive_put_of_the_same_bytes_again_does_no_harm(self, storage: Storage) -> None:
+        storage.put("key", b"same", ABSENT)
+        with contextlib.suppress(FileExistsError):  # a lost answer asked for again: success is right too
+            storage.put("key", b"same", ABSENT)
+        assert storage.get("key") == b"same"
+
+    def test_an_exclusive_put_works_again_after_a_delete(self, storage: Storage) -> None:
+        storage.put("key", b"first", ABSENT)
+        storage.delete(["key"])
+        storage.put("key", b"second", ABSENT)
+        assert storage.get("key") == b"second"
+
+    def test_exactly_one_of_many_threads_wins_an_exclusive_put(self, storage: Storage) -> None:
+        for key in ("key", "new/directories/key", "new/key"):
+            _assert_one_winner(storage, key, [storage] * 8)
+
+    def test_exactly_one_of_many_storage_objects_wins_an_exclusive_put(self, storage: Storage) -> None:
+        others = [self.reopen(storage) for _ in range(8)]
+        with _eager_threads():
+            for i in range(20):
+                _assert_one_winner(storage, f"round{i}/key", others)
+
+    # ---- waves -------------------------------------------------------------------------------------
+
+    def test_a_wave_of_puts_makes_every_object(self, storage: Storage) -> None:
+        wave = {f"w/{i}/object": _noise(100 + i) for i in range(50)}
+        versions = storage.put_many([Put(key, lambda data=data: data) for key, data in wave.items()])  # type: ignore[misc]
+        assert list(versions) == list(wave)
+        assert storage.get_many(list(wave)) == list(wave.values())
+
+    def test_the_versions_of_a_wave_are_those_that_later_puts_expect(self, storage: Storage) -> None:
+        versions = storage.put_many([Put(f"w/{i}", lambda: b"old") for i in range(3)])
+        storage.put_many([Put(key, lambda: b"new", version) for key, version in versions.items()])
+        assert storage.get_many(list(versions)) == [b"new"] * 3
+
+    def test_an_empty_wave_is_nothing(self, storage: Storage) -> None:
+        assert storage.put_many([]) == {}
+        assert storage.get_many([]) == []
+
+    def test_a_wave_with_errors_raises_the_first_once_the_others_are_written(self, storage: Storage) -> None:
+        has_failed = threading.Event()
+
+        def fail(number: int) -> Callable[[], bytes]:
+            def make() -> bytes:
+                has_failed.set()
+                raise ArithmeticError(f"object {number}")
+
+            return make
+
+        def make() -> bytes:
+            has_failed.wait(_JOIN_S)
+            return b"written"
+
+        wave = [Put(f"w/{i}", fail(i) if i in (1, 6) else make) for i in range(1, 9)]
+        with pytest.raises(ArithmeticError, match="object 1"):
+            storage.put_many(wave)
+        written = [f"w/{i}" for i in (2, 3, 4, 5, 7, 8)]
+        assert storage.get_many(written) == [b"written"] * 6
+
+    def test_a_wave_of_gets_answers_in_order(self, storage: Storage) -> None:
+        for i in range(20):
+            storage.put(f"k{i}", b"%d" % i)
+        order = [7, 3, 3, 19, 0]
+        assert storage.get_many([f"k{i}" for i in order]) == [b"%d" % i for i in order]
+
+    def test_a_wave_of_gets_that_misses_one_is_a_file_not_found_error(self, storage: Storage) -> None:
+        storage.put("there", b"1")
+        with pytest.raises(FileNotFoundError):
+            storage.get_many(["there", "not there", "there"])
+
+    # ---- threads and processes ---------------------------------------------------------------------
+
+    def test_a_reader_beside_a_replacing_writer_sees_only_whole_objects(self, storage: Storage) -> None:
+        versions = [bytes([i]) * (1 + i * 7919 % 200_000) for i in range(40)]
+        storage.put("key", versions[0])
+        is_over = threading.Event()
+
+        def read() -> set[bytes]:
+            seen = set()
+            while not is_over.is_set():
+                seen.add(storage.get("key"))
+            return seen
+
+        with ThreadPoolExecutor(2) as threads:
+            readers = [threads.submit(read) for _ in range(2)]
+            try:
+                for data in versions:
+                    storage.put("key", data)
+            finally:
+                is_over.set()
+            seen = set().union(*(reader.result() for reader in readers))
+        assert seen
+        assert seen <= set(versions)
+
+    def test_a_pickled_storage_reads_and_writes_the_same_objects(self, storage: Storage) -> None:
+        storage.put("key", b"original")
+        copy: Storage = ForkingPickler.loads(bytes(ForkingPickler.dumps(storage)))
+        assert copy.get("key") == b"original"
+        copy.put("key", b"copy")
+        assert storage.get("key") == b"copy"
+
+    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    def test_a_storage_in_use_works_in_a_child_process(self, storage: Storage, method: str) -> None:
+        self._need_processes(method)
+        storage.put_many([Put(f"parent/{i}", lambda: _noise(1000)) for i in range(4)])
+        assert storage.list_names("child") == []
+        assert _run(method, _use, storage) == 0
+        assert storage.list_names("child") == ["0", "1", "2", "3"]
+        assert storage.get_many([f"child/{i}" for i in range(4)]) == [_noise(1000)] * 4
+
+    def test_a_child_forked_in_the_middle_of_a_put_can_use_the_storage(self, storage: Storage) -> None:
+        self._need_processes("fork")
+        for i in range(4):
+            storage.put(f"parent/{i}", _noise(1000))
+        is_over = threading.Event()
+
+        def write() -> None:
+            while not is_over.is_set():
+                storage.put("busy", b"data")
+
+        with ThreadPoolExecutor(2) as threads:
+            writers = [threads.submit(write) for _ in range(2)]
+            try:
+                codes = [_run("fork", _use, storage) for _ in range(5)]
+            finally:
+                is_over.set()
+            assert [writer.result() for writer in writers] == [None, None]
+        assert codes == [0] * 5
+
+    def _need_processes(self, method: str) -> None:
+        if self.is_per_process:
+            pytest.skip("what this storage holds lives in one process")
+        if method not in multiprocessing.get_all_start_methods():
+            pytest.skip(f"this system has no {method}")
+
+
+def _noise(n_bytes: int) -> bytes:
+    """Bytes of every value, the same every time."""
+    period = bytes(i * i * 31 >> 7 & 255 for i in range(min(n_bytes, 65_537)))
+    return (period * (n_bytes // 65_537 + 1))[:n_bytes]
+
+
+def _use(storage: Storage) -> None:
+    data = storage.get_many([f"parent/{i}" for i in range(4)])
+    storage.put_many([Put(f"child/{i}", lambda i=i: data[i]) for i in range(4)])  # type: ignore[misc]
+
+
+def _run(method: str, function: Callable[[Storage], None], storage: Storage) -> int | None:
+    """Exit code of a child process that runs the function; None if it hangs."""
+    with warnings.catch_warnings():
+        # Forking with threads around is exactly what is asked for here.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = multiprocessing.get_context(method).Process(target=function, args=(storage,))  # type: ignore[attr-defined]
+        child.start()
+    child.join(_JOIN_S)
+    code: int | None = child.exitcode
+    if code is None:
+        child.kill()
+        child.join()
+    child.close()
+    return code
+
+
+def _in_thread(function: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(function).result()
+
+
+@contextlib.contextmanager
+def _eager_threads() -> Iterator[None]:
+    """Within the block threads take turns as often as the interpreter can, which brings races out."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _assert_one_winner(storage: Storage, key: str, racers: list[Storage]) -> None:
+    start = threading.Barrier(len(racers))
+
+    def attempt(number: int) -> bool:
+        start.wait(_JOIN_S)
+        try:
+            racers[number].put(key, b"racer %d" % number, ABSENT)
+        except FileExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(racers)) as threads:
+        has_won = list(threads.map(attempt, range(len(racers))))
+    assert sum(has_won) == 1, f"{sum(has_won)} of {len(racers)} racers won {key}"
+    assert storage.get(key) == b"racer %d" % has_won.index(True)
