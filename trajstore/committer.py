@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 Job = TypeVar("Job")
+_log = logging.getLogger(__name__)
 
 
 class Committer(Generic[Job]):
     """Runs jobs one after the other. A job that fails stays first in line until it succeeds.
+
+    A failure is logged at once and raised to the first caller who asks, unless another try has overcome it by then.
 
     Args:
         run: Does one job; may be called again with the same job after it failed.
@@ -104,9 +108,11 @@ class Committer(Generic[Job]):
             with self._condition:
                 self._jobs.popleft()
                 self._n_done += 1
+                self._unseen = None  # overcome before anybody asked; the log has it
                 self._condition.notify_all()
 
     def _fail(self, failure: BaseException) -> None:
+        _log.warning("a commit failed in the background and will be tried again: %s", failure)
         with self._condition:
             self._failure = self._unseen = failure
             self._condition.notify_all()

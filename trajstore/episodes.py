@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SPAN_INTS = ("episode", "env", "t_start", "row_start", "row_stop", "end", "has_final", "present", "text_stop")
 SPAN_FLOATS = ("return", "time")
-MAX_ENV = 1 << 24
+MAX_ENV = 1 << 20
 
 
 class End(IntEnum):

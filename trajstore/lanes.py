@@ -56,8 +56,9 @@ class Lanes:
         if array.min() < 0 or array.max() >= MAX_ENV:
             raise DataError(f"envs: expected numbers from 0 to {MAX_ENV - 1}, got {array.min()} to {array.max()}")
         array = array.astype(np.int64)
-        if len(np.unique(array)) != len(array):
-            raise DataError("envs: an environment stands twice")
+        distinct, counts = np.unique(array, return_counts=True)
+        if len(distinct) != len(array):
+            raise DataError(f"envs: expected each environment once, got {distinct[counts > 1][0]} twice or more")
         self._cover(int(array.max()))
         if isinstance(envs, range):
             self._last_range = (envs, array)

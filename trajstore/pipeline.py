@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trajstore.committer import Committer
 from trajstore.errors import DataError
 from trajstore.schema import Schema
-from trajstore.staging import Placement, Staging, place
+from trajstore.staging import ROW_OVERHEAD_BYTES, Placement, Staging, place
 from trajstore.stream import Batch, StreamAppender
 
 
@@ -68,15 +68,20 @@ class Pipeline:
             self.staging = self._next()
         return self.staging
 
-    def make_room(self, n: int) -> Staging:
-        """A staging with room for ``n`` rows; hands off what is staged to get it."""
+    @property
+    def _can_hand_off(self) -> bool:
+        """Whether the other staging is free, so that handing off does not have to wait."""
+        return self._n_stagings < 2 or bool(self._free)
+
+    def make_room(self, n: int, n_text: int = 0) -> Staging:
+        """A staging with room for ``n`` rows and for so many bytes of text; hands off what is staged to get it."""
         staging = self.fill()
         if n > staging.capacity:
             raise DataError(
                 f"one call appends {n} rows, but a buffer of {self._buffer_bytes} bytes takes {staging.capacity}"
                 " at a time; raise buffer_bytes"
             )
-        if staging.room < n:
+        if staging.room < n or (staging.n_text and staging.n_text + n_text > self._buffer_bytes // 8):
             self.hand_off()
         return self.fill()
 
@@ -95,7 +100,7 @@ class Pipeline:
         """Let the background commit what is staged. Returns the ticket to wait for."""
         staging = self.staging
         if staging is not None and not staging.is_empty:
-            if self._n_stagings == 2 and not self._free:
+            if not self._can_hand_off:
                 self._committer.wait(self._committer.n_submitted)  # if this fails, nothing has changed
             schema = self._settle()
             if self.appender is None:
@@ -103,6 +108,11 @@ class Pipeline:
             self.staging = None
             self._committer.submit(_Job(staging, schema))
         return self._committer.n_submitted
+
+    def hand_off_if_free(self) -> None:
+        """Hand off unless the disk is behind; then it is done later. Neither waits nor raises."""
+        if self._can_hand_off:
+            self.hand_off()
 
     def wait(self, ticket: int) -> None:
         """Wait until everything handed off with this ticket is durable."""
@@ -124,13 +134,13 @@ class Pipeline:
             return self._free.pop()
         schema = self._schema()
         self._n_stagings += 1
-        return Staging(schema, max(1, self._buffer_bytes // 2 // schema.row_bytes))
+        return Staging(schema, max(1, self._buffer_bytes // 2 // (schema.row_bytes + ROW_OVERHEAD_BYTES)))
 
     def _hand_off_by_time(self) -> None:
-        # On the background thread, with no job in line: the other staging is free, so nothing waits.
+        # On the background thread, which must not wait for itself.
         if self._lock.acquire(blocking=False):
             try:
-                self.hand_off()
+                self.hand_off_if_free()
             finally:
                 self._lock.release()
 

@@ -308,11 +308,18 @@ def as_array(path: str, value: Any) -> tuple[Array, str]:
     elif hasattr(value, "detach"):
         return _from_torch(path, value)
     else:
-        array = np.asarray(value)
+        array = _from_other(path, value)
     name = array.dtype.name
     if name not in DTYPES:
         raise DataError(f"field '{path}': dtype {name} can't be stored (from {type(value).__name__})")
     return (array.view(np.uint16), name) if name == "bfloat16" else (array, name)
+
+
+def _from_other(path: str, value: Any) -> Array:
+    try:
+        return np.asarray(value)
+    except ValueError as error:
+        raise DataError(f"field '{path}': no array can be made of this {type(value).__name__}: {error}") from error
 
 
 def _from_torch(path: str, tensor: Any) -> tuple[Array, str]:

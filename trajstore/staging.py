@@ -15,7 +15,7 @@ from trajstore.episodes import End, EpisodeValues, float_columns, int_columns
 from trajstore.schema import Array, Schema
 from trajstore.stream import Batch, Rows
 
-_FIRST_ROWS = 64
+ROW_OVERHEAD_BYTES = 17  # episode, env and dropped of each row
 
 
 @dataclass(slots=True)
@@ -49,14 +49,15 @@ class Staging:
     def __init__(self, schema: Schema, capacity: int) -> None:
         self.capacity = capacity
         self.n = 0
+        self.n_text = 0  # bytes of text that came with ends
+        # Allocated whole: the system gives out memory as it is touched, and growing would copy.
         self.columns = {
-            path: np.empty((0, *spec.shape), spec.storage_dtype) for path, spec in schema.fields.items()
+            path: np.empty((capacity, *spec.shape), spec.storage_dtype) for path, spec in schema.fields.items()
         }
-        self.episode = np.empty(0, np.int64)
-        self.env = np.empty(0, np.int64)
-        self.dropped = np.empty(0, bool)
+        self.episode = np.empty(capacity, np.int64)
+        self.env = np.empty(capacity, np.int64)
+        self.dropped = np.empty(capacity, bool)
         self.any_dropped = False
-        self.n_text = 0
         self._ends: dict[int, EndEvent] = {}
         self._many_ends: list[_Ends] = []
 
@@ -75,13 +76,10 @@ class Staging:
         self._many_ends.clear()
 
     def reserve(self, n: int) -> slice:
-        """Make room for ``n`` more rows and say where they go."""
-        need = self.n + n
-        if need > len(self.episode):
-            self._grow(min(self.capacity, max(need, 2 * len(self.episode), _FIRST_ROWS)))
-        where = slice(self.n, need)
+        """Take the next ``n`` rows, for which there is room; says where they are."""
+        where = slice(self.n, self.n + n)
         self.dropped[where] = False
-        self.n = need
+        self.n += n
         return where
 
     def extend(self, rows: dict[str, Array], episode: Array, env: Array) -> None:
@@ -90,15 +88,6 @@ class Staging:
         for path, values in rows.items():
             self.columns[path][where] = values
         self.episode[where], self.env[where] = episode, env
-
-    def _grow(self, rows: int) -> None:
-        def grown(old: Array) -> Array:
-            new = np.empty((rows, *old.shape[1:]), old.dtype)
-            new[: self.n] = old[: self.n]
-            return new
-
-        self.columns = {path: grown(column) for path, column in self.columns.items()}
-        self.episode, self.env, self.dropped = grown(self.episode), grown(self.env), grown(self.dropped)
 
     def end(self, episode: int, event: EndEvent) -> None:
         self._ends[episode] = event

@@ -437,7 +437,7 @@ class FsspecStorage(Storage):
         except FileExistsError:
             return self._resolve_lost_answer(key, data, FileExistsError(f"{self.display}/{key}"))
         except OSError as error:
-            if "recondition" not in f"{error}" and "ConditionalRequestConflict" not in f"{error}":
+            if not _is_refused_condition(error):
                 raise
             conflict = ConflictError(
                 f"{self.display}/{key} was written by somebody else; a stream has one writer, ever"
@@ -482,6 +482,21 @@ class FsspecStorage(Storage):
                 _log.warning("%s %s/%s failed, trying again: %s", action, self.display, key, type(error).__name__)
                 time.sleep(0.05 * 2**attempt)
         raise AssertionError("unreachable")
+
+
+def _is_refused_condition(error: BaseException) -> bool:
+    """Whether a server refused a conditional put, by the code of its answer; its words differ."""
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            return response.get("Error", {}).get("Code") in (
+                "PreconditionFailed",
+                "ConditionalRequestConflict",
+                "412",
+            )
+        cause = cause.__cause__
+    return False
 
 
 def _reopen(url: str, options: dict[str, Any], fsync: bool) -> Storage:

@@ -171,11 +171,12 @@ class Writer:
             env = self._lanes.check_env(env)
             if self._lanes.episode[env] >= 0:
                 raise DataError(f"env {env} has an open episode; end it before appending a whole one")
-            self._pipeline.fill()
+            n = n_steps + has_final
+            self._pipeline.make_room(min(n, self._pipeline.fill().capacity), len(values.text))
             episode = self._lanes.start_one(env)
             try:
-                self._stage_episode(rows, env, episode, n_steps + has_final)
-            except BaseException:
+                self._stage_episode(rows, env, episode, n)
+            except BaseException:  # part of an episode larger than the buffer may be on disk already
                 self._abort(env)
                 raise
             self._counts["steps"] += n_steps
@@ -193,6 +194,8 @@ class Writer:
         final: Step | None = None,
     ) -> Handles:
         """Append a block of T steps of B environments, with episodes ending anywhere inside.
+
+        It is taken whole or not at all, so it must fit half of ``buffer_bytes``.
 
         Args:
             data: Arrays ``[T, B, ...]`` by field. Copied.
@@ -238,8 +241,8 @@ class Writer:
                 raise DataError("end_episode: expected terminated=True or truncated=True")
             finals = self._intake.finals(final, ())
             values = check_metadata(self._intake.schema, metadata)
+            self._pipeline.make_room(int(finals is not None), len(values.text))
             if finals is not None:
-                self._pipeline.make_room(1)
                 self._stage_final(_as_rows(finals), np.array([episode]), np.array([env]))
             self._end(env, end, finals is not None, values)
             return EpisodeKey(self.stream, episode)
@@ -424,18 +427,7 @@ class Writer:
     def _stage_rollout(
         self, rows: dict[str, Array], env: Array, ends: Array, finals: dict[str, Array] | None
     ) -> Handles:
-        """Stage a block whole where it fits the buffer, else by halves along time."""
-        n = ends.size + (int((ends > 0).sum()) if finals is not None else 0)
-        if n > self._pipeline.fill().capacity and len(ends) > 1:
-            half = len(ends) // 2
-            parts = [
-                self._stage_rollout(_select(rows, cut) or {}, env, ends[cut], _select(finals, cut))
-                for cut in (slice(half), slice(half, None))
-            ]
-            return Handles(
-                self.stream, np.concatenate([p.episode for p in parts]), np.concatenate([p.t for p in parts])
-            )
-        staging = self._pipeline.make_room(n)
+        staging = self._pipeline.make_room(ends.size + (int((ends > 0).sum()) if finals is not None else 0))
         block = self._lanes.block(env, ends)
         envs = np.broadcast_to(env, ends.shape)
         flat = {path: values.reshape(-1, *values.shape[2:]) for path, values in rows.items()}
@@ -486,7 +478,7 @@ class Writer:
     def _commit_by_count(self) -> None:
         steps, staging = self._options.commit_steps, self._pipeline.staging
         if steps is not None and staging is not None and staging.n >= steps:
-            self._pipeline.hand_off()
+            self._pipeline.hand_off_if_free()
 
     def _settle(self) -> Schema:
         self._lanes.placed[:] = self._lanes.t
