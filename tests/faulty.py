@@ -133,15 +133,16 @@ class FaultyStorage(Storage):
         calls: Every call made so far.
     """
 
-    _n_threads = 1
+    n_threads = 1
 
     def __init__(self, inner: Storage, plan: Plan | None = None, *, is_reversed: bool = False) -> None:
+        super().__init__()
         self.display = inner.display
         self.calls: list[Call] = []
         self.plan = plan or Plan()
         self._inner = inner
         self._is_reversed = is_reversed
-        self._lock = threading.Lock()
+        self._calls_lock = threading.Lock()
 
     def n_calls(self, action: str, key_part: str = "") -> int:
         """How many calls of one kind were made, on keys that contain ``key_part``."""
@@ -184,7 +185,7 @@ class FaultyStorage(Storage):
         return [done[i] for i in range(len(items))]
 
     def _call(self, action: str, key: str, effect: Callable[[], T]) -> T:
-        with self._lock:
+        with self._calls_lock:
             call = Call(len(self.calls) + 1, action, key)
             self.calls.append(call)
         self.plan.before(call)

@@ -31,8 +31,7 @@ class _Stream:
     def spans(self) -> Spans:
         if self._known is None:
             return self.reader.read_spans()
-        known, self._known = self._known, None
-        return join_spans([known, self.reader.read_spans(len(known))])
+        return join_spans([self._known, self.reader.read_spans(len(self._known))])
 
     def advanced(self, record: CommitRecord) -> _Stream:
         known = self.__dict__.get("spans", self._known)

@@ -259,6 +259,15 @@ class StorageConformance:
         assert storage.list_names("child") == ["0", "1", "2", "3"]
         assert storage.get_many([f"child/{i}" for i in range(4)]) == [_noise(1000)] * 4
 
+    def test_a_get_after_a_listing_sees_what_another_process_put_since(self, storage: Storage) -> None:
+        self._need_processes("fork")
+        storage.put_many([Put(f"parent/{i}", lambda: b"data") for i in range(4)])
+        storage.put("child/before", b"data")
+        assert storage.list_names("child") == ["before"]
+        assert _run("fork", _use, storage) == 0
+        assert storage.get("child/0") == b"data"
+        assert storage.get_many(["child/0", "child/3"]) == [b"data"] * 2
+
     def test_a_child_forked_in_the_middle_of_a_put_can_use_the_storage(self, storage: Storage) -> None:
         self._need_processes("fork")
         for i in range(4):

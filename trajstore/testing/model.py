@@ -190,6 +190,7 @@ class ModelStore:
         assert row["env"] == episode.env
         assert row["length"] == n_rows - row["has_final"]
         assert not row["is_headless"]
+        _check_spans(snapshot, i)
         _check_return(self.schema, row["return"], episode.rows[:n_rows])
         self._check_values(snapshot, i, episode.rows[:n_rows], row["has_final"])
 
@@ -234,6 +235,13 @@ def assert_same_bits(read: Array, expected: Array, what: str) -> None:
     assert read.tobytes() == expected.tobytes(), f"{what}: values differ"
 
 
+def _check_spans(snapshot: Snapshot, i: int) -> None:
+    t = 0
+    for span in snapshot.episodes.spans(i):
+        assert span.t_start == t, f"episode {i}: a span starts at step {span.t_start}, expected {t}"
+        t += span.row_stop - span.row_start
+
+
 def _check_return(schema: Schema, value: float, rows: Sequence[dict[str, Array]]) -> None:
     spec = schema.fields.get(schema.reward or "")
     if spec is None or math.prod(spec.shape) != 1 or spec.dtype in ("bool", "bfloat16"):
@@ -249,8 +257,8 @@ def _check_return(schema: Schema, value: float, rows: Sequence[dict[str, Array]]
 def _check_metadata(schema: Schema, row: dict[str, Any], metadata: dict[str, Any]) -> None:
     for name in schema.episode:
         value, expected = row[name], metadata.get(name)
-        same = value == expected or (value != value and expected != expected)
-        assert same and (value is None) == (expected is None), f"{name}: {value!r}, expected {expected!r}"
+        same = value == expected or (value != value and expected != expected)  # NaN is a value
+        assert same, f"{name}: {value!r}, expected {expected!r}"
     free = {name: value for name, value in metadata.items() if name not in schema.episode}
     assert row["metadata"] == json.loads(json.dumps(free)), f"metadata {row['metadata']}, expected {free}"
 

@@ -112,7 +112,7 @@ def episodes(draw: st.DrawFn, schema: Schema, *, max_steps: int = 20) -> dict[st
 
 @st.composite
 def steps(draw: st.DrawFn, schema: Schema, lead: tuple[int, ...] = (), *, final: bool = False) -> dict[str, Any]:
-    """Nested values of steps with the given leading axes; with ``final``, of the fields with a final value alone."""
+    """Nested values of steps with these leading axes; ``final``: of the fields with a final value alone."""
     chosen = schema.final_fields if final else tuple(schema)
     return nest({path: draw(values(schema[path], lead)) for path in chosen})
 
@@ -128,7 +128,7 @@ def json_values() -> st.SearchStrategy[Any]:
 
 
 def _texts() -> st.SearchStrategy[str]:
-    return st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
+    return st.text(st.characters(codec="utf-8"), max_size=8)
 
 
 @st.composite

@@ -1,0 +1,137 @@
+"""What every storage does, whatever is behind it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from trajstore.errors import StorageError
+
+T = TypeVar("T")
+
+ANY: Final = "*any*"  # put whatever is there
+ABSENT: Final = "*absent*"  # put only where nothing is
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """One object of a wave: made when its turn comes, so that few encoded objects exist at a time."""
+
+    key: str
+    make: Callable[[], bytes]
+    expect: str = ANY
+
+
+class Storage:
+    """What every backend offers; `open_storage` chooses the backend by URL.
+
+    Attributes:
+        display: The URL without credentials, for messages.
+        n_threads: How many calls `map` makes at a time.
+    """
+
+    display: str
+    n_threads: int
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._executor: ThreadPoolExecutor | None = None
+        self._executor_pid = 0
+        _alive.add(self)
+
+    def get(self, key: str) -> bytes:
+        """The object's bytes; FileNotFoundError where there is none."""
+        raise NotImplementedError
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        raise NotImplementedError
+
+    def size(self, key: str) -> int:
+        raise NotImplementedError
+
+    def put(self, key: str, data: bytes, expect: str = ANY) -> str:
+        """Replace the object atomically and durably; return its version.
+
+        Args:
+            key: Which object.
+            data: Its new bytes.
+            expect: `ANY`, `ABSENT`, or the version that the last put returned.
+
+        Raises:
+            FileExistsError: ``expect`` is `ABSENT` and something else is there.
+            ConflictError: ``expect`` is a version and something else is there.
+        """
+        raise NotImplementedError
+
+    def list_names(self, prefix: str) -> list[str]:
+        """Names directly below a prefix, never from a cache; empty where there are none."""
+        raise NotImplementedError
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; those already gone are fine."""
+        raise NotImplementedError
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes]:
+        """Many objects in one concurrent wave."""
+        return self.map(self.get, keys)
+
+    def put_many(self, puts: Iterable[Put]) -> dict[str, str]:
+        """Many objects in one concurrent wave; durable when it returns. Returns their versions."""
+        wave = list(puts)
+        versions = self.map(lambda p: self.put(p.key, p.make(), p.expect), wave)
+        return {p.key: version for p, version in zip(wave, versions, strict=True)}
+
+    def map(self, function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+        """Apply in threads, in order; the first error is raised once all have ended."""
+        if len(items) <= 1:
+            return [function(item) for item in items]
+        futures = [self._threads().submit(function, item) for item in items]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._executor is None or self._executor_pid != os.getpid():
+                self._executor = ThreadPoolExecutor(self.n_threads, thread_name_prefix="trajstore-io")
+                self._executor_pid = os.getpid()
+            return self._executor
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.display}>"
+
+
+_alive: weakref.WeakSet[Storage] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for storage in list(_alive):
+        storage._lock = threading.Lock()  # whoever held it is not here to release it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def check_key(key: str) -> None:
+    if ".." in key.split("/") or key.startswith("/"):
+        raise ValueError(f"key {key!r} leaves the store")
+
+
+def failed(action: str, where: str, error: BaseException, secrets: Iterable[str] = ()) -> StorageError:
+    """Wrap a backend's error, without the credentials it may quote."""
+    reason = f"{type(error).__name__}: {error}"
+    leaked = False
+    for secret in secrets:
+        leaked = leaked or secret in reason
+        reason = reason.replace(secret, "***")
+    failure = StorageError(f"can't {action} {where}: {reason}")
+    failure.errno = getattr(error, "errno", None)
+    failure.__cause__ = None if leaked else error
+    failure.__suppress_context__ = True
+    return failure

@@ -1,0 +1,200 @@
+"""A directory: puts are made atomic and durable with temporary files, fsync and rename."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trajstore.errors import StorageError
+from trajstore.storage.interface import ABSENT, ANY, Put, Storage, check_key, failed
+
+_N_THREADS = 4
+_SCRATCH = "scratch"
+# The directory of an array node is invisible to whoever walks the hierarchy, so temporary files go there.
+_SCRATCH_NODE = (
+    b'{"zarr_format":3,"node_type":"array","shape":[0],"data_type":"uint8",'
+    b'"chunk_grid":{"name":"regular","configuration":{"chunk_shape":[1]}},'
+    b'"chunk_key_encoding":{"name":"default","configuration":{"separator":"."}},'
+    b'"fill_value":0,"codecs":[{"name":"bytes"}],"storage_transformers":[],'
+    b'"attributes":{"trajstore_note":"temporary files of running writers; readers ignore them"}}'
+)
+
+
+class LocalStorage(Storage):
+    """A directory. Puts go through a temporary file, fsync and rename, so they are all or nothing."""
+
+    n_threads = _N_THREADS
+
+    def __init__(self, root: Path, *, fsync: bool) -> None:
+        super().__init__()
+        self._root = root
+        self._fsync_on = fsync
+        self._scratch_ready = 0  # process id that made sure of the scratch directory
+        self._counter = 0
+        self.display = str(root)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (str(self._root), self._fsync_on)
+
+    def get(self, key: str) -> bytes:
+        with self._translated("read", key), open(self._path(key), "rb", buffering=0) as file:
+            return _read_all(file)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        with self._translated("read", key), open(self._path(key), "rb", buffering=0) as file:
+            return os.pread(file.fileno(), stop - start, start)
+
+    def size(self, key: str) -> int:
+        with self._translated("read", key):
+            return self._path(key).stat().st_size
+
+    def put(self, key: str, data: bytes, expect: str = ANY) -> str:
+        with self._translated("write", key):
+            self._sync_directories(self._publish(key, data, expect))
+        return ANY
+
+    def put_many(self, puts: Iterable[Put]) -> dict[str, str]:
+        wave = list(puts)
+
+        def publish(put: Put) -> set[str]:
+            with self._translated("write", put.key):
+                return self._publish(put.key, put.make(), put.expect)
+
+        dirty: set[str] = set().union(*self.map(publish, wave))
+        with self._translated("sync", ""):
+            self._sync_directories(dirty)
+        return {put.key: ANY for put in wave}
+
+    def list_names(self, prefix: str) -> list[str]:
+        with self._translated("list", prefix):
+            try:
+                return sorted(os.listdir(self._path(prefix)))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            with self._translated("delete", key), contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(key))
+
+    def _path(self, key: str) -> Path:
+        check_key(key)
+        return self._root / key
+
+    def _publish(self, key: str, data: bytes, expect: str) -> set[str]:
+        """Write, sync and rename; return the directories whose entries still need syncing."""
+        target = self._path(key)
+        temporary = self._scratch() / self._unique()
+        try:
+            self._write_file(temporary, data)
+            while True:
+                try:
+                    _link_or_rename(temporary, target, expect)
+                    return {str(target.parent)}
+                except FileNotFoundError:
+                    if made := self._publish_with_parents(temporary, target):
+                        return made
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def _publish_with_parents(self, temporary: Path, target: Path) -> set[str]:
+        """Make the missing directories and the file appear at once, by renaming a whole directory.
+
+        A directory without its ``zarr.json``, if only for an instant, is one that a walker warns about
+        and that a crash would leave for ever. Returns nothing when somebody else made it first.
+        """
+        top = target.parent
+        while not top.parent.exists():
+            top = top.parent
+        base = self._scratch() / self._unique()
+        inside = base / target.relative_to(top)
+        try:
+            os.makedirs(inside.parent)
+            os.rename(temporary, inside)
+            self._sync_directories({str(d) for d in (inside.parent, *inside.parents) if base in (d, *d.parents)})
+            os.rename(base, top)
+        except OSError as error:
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(inside, temporary)
+            shutil.rmtree(base, ignore_errors=True)
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                return set()
+            raise
+        return {str(top.parent)}
+
+    def _write_file(self, path: Path, data: bytes) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+            if self._fsync_on:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _sync_directories(self, paths: set[str]) -> None:
+        if not self._fsync_on:
+            return
+        for path in sorted(paths):
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def _scratch(self) -> Path:
+        scratch = self._root / _SCRATCH
+        if self._scratch_ready != os.getpid():
+            missing = [d for d in (self._root, *self._root.parents) if not d.exists()]
+            os.makedirs(scratch, exist_ok=True)
+            self._sync_directories({str(d.parent) for d in missing})
+            node = scratch / "zarr.json"
+            if not node.exists():
+                temporary = scratch / self._unique()
+                self._write_file(temporary, _SCRATCH_NODE)
+                os.replace(temporary, node)
+            self._scratch_ready = os.getpid()
+        return scratch
+
+    def _unique(self) -> str:
+        with self._lock:
+            self._counter += 1
+            return f"{os.getpid()}-{threading.get_ident()}-{time.time_ns()}-{self._counter}.tmp"
+
+    @contextlib.contextmanager
+    def _translated(self, action: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileExistsError, StorageError):
+            raise
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and action == "read":
+                raise  # the caller decides what a missing object means
+            raise failed(action, f"{self.display}/{key}", error) from error
+
+
+def _read_all(file: Any) -> bytes:
+    data: bytes = file.readall()
+    return data
+
+
+def _link_or_rename(temporary: Path, target: Path, expect: str) -> None:
+    if expect == ABSENT:
+        os.link(temporary, target)
+        os.unlink(temporary)
+    else:
+        os.replace(temporary, target)
+
+
+def _reopen(root: str, fsync: bool) -> LocalStorage:
+    return LocalStorage(Path(root), fsync=fsync)

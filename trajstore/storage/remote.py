@@ -1,0 +1,227 @@
+"""Any fsspec filesystem that is not a directory: one put is one request, atomic by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import fsspec.core
+
+from trajstore.errors import ConflictError, MissingExtraError, StorageError
+from trajstore.storage.interface import ABSENT, ANY, Storage, check_key, failed
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+_N_THREADS = 32
+_ATTEMPTS = 5
+_SECRET_OPTION = re.compile(r"key|secret|token|pass|credential|connection|sas|auth", re.IGNORECASE)
+_EXTRAS = {
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gcs",
+    "gcs": "gcs",
+    "az": "azure",
+    "abfs": "azure",
+    "abfss": "azure",
+}
+
+_memory_lock = threading.Lock()  # fsspec's in-memory "create" looks first and writes then
+
+
+def _after_fork() -> None:
+    global _memory_lock
+    _memory_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class FsspecStorage(Storage):
+    """Any other fsspec filesystem: memory, S3, GCS, Azure. One put is one request, atomic by itself."""
+
+    n_threads = _N_THREADS
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._url = url
+        self._options = options
+        self._fs_pid = 0
+        self._filesystem: Any = None
+        self._path_root = ""
+        self.display = _without_credentials(url)
+        self._secrets = tuple(_secrets(url, options))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FsspecStorage, (self._url, self._options)
+
+    @property
+    def _fs(self) -> Any:
+        # An async filesystem does not survive a fork: its event loop thread is gone. Make it anew.
+        with self._lock:
+            if self._fs_pid != os.getpid():
+                self._filesystem, self._path_root = self._connect()
+                self._fs_pid = os.getpid()
+            return self._filesystem
+
+    def _connect(self) -> tuple[Any, str]:
+        try:
+            filesystem, path = fsspec.core.url_to_fs(self._url, **{"use_listings_cache": False, **self._options})
+        except ImportError as error:
+            extra = _EXTRAS.get(self._url.partition(":")[0])
+            hint = f"pip install 'trajstore[{extra}]'" if extra else str(error)
+            raise MissingExtraError(f"{self.display} needs a package that is not installed: {hint}") from error
+        except ValueError as error:
+            raise failed("open", self.display, error, self._secrets) from None
+        return filesystem, str(path).rstrip("/")
+
+    def _path(self, key: str) -> str:
+        self._fs  # noqa: B018  (sets the root path)
+        return f"{self._path_root}/{key}" if key else self._path_root
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._retried("read", key, lambda: self._fs.cat_file(self._path(key), **self._whole())))
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        if start == stop:
+            return b""
+        return bytes(self._retried("read", key, lambda: self._fs.cat_file(self._path(key), start=start, end=stop)))
+
+    def size(self, key: str) -> int:
+        return int(self._retried("read", key, lambda: self._fs.info(self._path(key), refresh=True)["size"]))
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes]:
+        if len(keys) <= 1 or not getattr(self._fs, "async_impl", False):
+            return super().get_many(keys)
+        paths = [self._path(key) for key in keys]
+        nothing = [None] * len(paths)
+        found = self._fs.cat_ranges(paths, nothing, nothing, on_error="return", **self._whole())
+        # One wave for all; whatever failed is asked again, with patience and a proper error.
+        return [d if isinstance(d, bytes) else self.get(k) for k, d in zip(keys, found, strict=True)]
+
+    def list_names(self, prefix: str) -> list[str]:
+        def names() -> list[str]:
+            path = self._path(prefix)
+            try:
+                entries = self._fs.ls(path, detail=False, refresh=True)
+            except FileNotFoundError:
+                return []
+            found = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
+            return sorted(found - {path.rpartition("/")[2]} if str(path) in entries else found)
+
+        return self._retried("list", prefix, names)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        def remove(key: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(key))
+
+        self.map(lambda key: self._retried("delete", key, lambda: remove(key)), list(keys))
+
+    def put(self, key: str, data: bytes, expect: str = ANY) -> str:
+        """One request; asked again with the same bytes until the server answers."""
+        return self._retried("write", key, lambda: self._put_once(key, data, expect))
+
+    def _put_once(self, key: str, data: bytes, expect: str) -> str:
+        path, kwargs = self._path(key), dict[str, Any]()
+        if expect not in (ANY, ABSENT) and self._compares_versions():
+            kwargs["IfMatch"] = expect
+        try:
+            answer = self._pipe(path, data, "create" if expect == ABSENT else "overwrite", kwargs)
+        except FileExistsError:
+            return self._resolve_lost_answer(key, data, FileExistsError(f"{self.display}/{key}"))
+        except OSError as error:
+            is_gone = "IfMatch" in kwargs and isinstance(error, FileNotFoundError)
+            if not is_gone and not _is_refused_condition(error):
+                raise
+            conflict = ConflictError(
+                f"{self.display}/{key} was written by somebody else; a stream has one writer, ever"
+            )
+            return self._resolve_lost_answer(key, data, conflict)
+        return str(answer["ETag"]) if isinstance(answer, dict) and "ETag" in answer else ANY
+
+    def _pipe(self, path: str, data: bytes, mode: str, kwargs: dict[str, Any]) -> Any:
+        if getattr(self._fs, "async_impl", False):
+            if self._compares_versions():
+                kwargs["chunksize"] = max(50 << 20, len(data))  # one request, whatever its size
+            return self._fs.pipe_file(path, data, mode=mode, **kwargs)
+        with _memory_lock:
+            return self._fs.pipe_file(path, data, mode=mode)
+
+    def _resolve_lost_answer(self, key: str, data: bytes, conflict: OSError) -> str:
+        """The server says no: either somebody else wrote, or our own earlier try went through unheard."""
+        try:
+            is_ours = self.get(key) == data
+        except FileNotFoundError:
+            is_ours = False
+        if not is_ours:
+            raise conflict
+        if not self._compares_versions():
+            return ANY
+        info = self._fs.info(self._path(key), refresh=True)
+        return str(info["ETag"]) if "ETag" in info else ANY
+
+    def _whole(self) -> dict[str, int]:
+        # s3fs would ask for the size first and split what is large, which may mix two versions.
+        return {"max_concurrency": 1} if self._compares_versions() else {}
+
+    def _compares_versions(self) -> bool:
+        return "s3" in self._protocols()
+
+    def _protocols(self) -> tuple[str, ...]:
+        protocol = self._fs.protocol
+        return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+    def _retried(self, action: str, key: str, call: Callable[[], T]) -> T:
+        """Call again after passing faults; certain answers are final at once."""
+        check_key(key)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return call()
+            except (FileExistsError, StorageError, MissingExtraError):
+                raise
+            except Exception as error:
+                if isinstance(error, FileNotFoundError) and action in ("read", "stat"):
+                    raise
+                failure = failed(action, f"{self.display}/{key}", error, self._secrets)
+                if attempt == _ATTEMPTS or isinstance(error, (PermissionError, FileNotFoundError)):
+                    break
+                _log.warning("%s %s/%s failed, trying again: %s", action, self.display, key, type(error).__name__)
+            time.sleep(0.05 * 2**attempt)
+        raise failure  # outside the handler: what it came from may quote credentials
+
+
+def _is_refused_condition(error: BaseException) -> bool:
+    """Whether a server refused a conditional put, by the code of its answer; its words differ."""
+    cause: BaseException | None = error
+    while cause is not None:
+        response = getattr(cause, "response", None)
+        if isinstance(response, dict):
+            return response.get("Error", {}).get("Code") in (
+                "PreconditionFailed",
+                "412",
+            )
+        cause = cause.__cause__
+    return False
+
+
+def _without_credentials(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])
+
+
+def _secrets(url: str, options: Mapping[str, Any]) -> Iterator[str]:
+    if found := re.search(r"//([^/@]*)@", url):
+        yield from (part for part in found.group(1).split(":") if part)
+    if query := url.partition("?")[2]:
+        yield query
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            yield from _secrets("", value)
+        elif isinstance(value, str) and value and _SECRET_OPTION.search(str(name)):
+            yield value
