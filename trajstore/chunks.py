@@ -31,6 +31,11 @@ _SHUFFLES = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
 _BLOSC_NAMES = ("lz4", "lz4hc", "blosclz", "zstd", "snappy", "zlib")
 
 
+def crc32c(data: bytes) -> int:
+    checksum: int = google_crc32c.value(data)
+    return checksum
+
+
 def chunk_rows_for(spec: Field, commit_steps: int | None) -> int:
     """Rows in a chunk of a field: a power of two, by the size of a row and what a commit adds.
 
@@ -63,6 +68,8 @@ class Codec:
     @staticmethod
     def parse(text: str) -> Codec:
         """Read ``none``, ``zstd[:level]``, ``blosc-lz4[:level]`` or ``blosc-zstd[:level]``."""
+        if not isinstance(text, str):
+            raise SchemaError(f"codec {text!r}: expected text such as 'zstd:1'")
         name, _, level = text.partition(":")
         try:
             number = int(level) if level else {"zstd": 1, "blosc-lz4": 5, "blosc-zstd": 3}.get(name, 0)
@@ -111,8 +118,7 @@ class Codec:
     def encode(self, block: Array) -> bytes:
         """Compress a C-contiguous block and append its checksum."""
         body = self._compress(block)
-        checksum: int = google_crc32c.value(body)
-        return body + checksum.to_bytes(_CRC_BYTES, "little")
+        return body + crc32c(body).to_bytes(_CRC_BYTES, "little")
 
     def _compress(self, block: Array) -> bytes:
         if self.name == "zstd":
@@ -130,15 +136,19 @@ class Codec:
         """
         body = memoryview(data)[:-_CRC_BYTES]
         stored = bytes(memoryview(data)[-_CRC_BYTES:])
-        if len(stored) < _CRC_BYTES or google_crc32c.value(bytes(body)).to_bytes(_CRC_BYTES, "little") != stored:
+        if len(stored) < _CRC_BYTES or crc32c(bytes(body)).to_bytes(_CRC_BYTES, "little") != stored:
             raise CorruptionError("checksum does not match")
+        self.check_size(data, out.nbytes)
         try:
-            size = self._decoded_bytes(body)
-            if size != out.nbytes:
-                raise CorruptionError(f"holds {size} bytes, expected {out.nbytes}")
             self._decompress(body, out)
         except (ValueError, RuntimeError, IndexError) as error:
             raise CorruptionError(f"can't be decoded: {error}") from error
+
+    def check_size(self, data: bytes | memoryview, expected: int) -> None:
+        """Refuse data that does not claim to hold so many bytes."""
+        size = self._decoded_bytes(memoryview(data)[:-_CRC_BYTES])
+        if size != expected:
+            raise CorruptionError(f"holds {size} bytes, expected {expected}")
 
     def _decoded_bytes(self, body: memoryview) -> int:
         if self.name == "blosc":
@@ -242,6 +252,13 @@ class ArrayLayout:
     def decode(self, data: bytes | memoryview, out: Array) -> None:
         self.codec.decode(data, out)
 
+    def decode_new(self, data: bytes | memoryview) -> Array:
+        """Decode into a new block, allocated once the data says that it holds one."""
+        self.codec.check_size(data, self.chunk_bytes)
+        block = np.empty((self.chunk_rows, *self.row_shape), self.dtype)
+        self.codec.decode(data, block)
+        return block
+
     @property
     def shard_index_bytes(self) -> int:
         return 16 * self.chunks_per_shard + _CRC_BYTES
@@ -302,7 +319,7 @@ class ArrayLayout:
             layout.check()
         except FormatError as error:
             raise FormatError(f"array '{path}': {error}") from error
-        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
+        except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
             raise FormatError(f"array '{path}': metadata is malformed: {error!r}") from error
         return layout, rows
 

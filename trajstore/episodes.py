@@ -112,9 +112,10 @@ def _checked_value(name: str, kind: str, value: Any) -> Any:
     expected: Any = {"bool": bool, "int64": int, "float64": (int, float), "str": str}[kind]
     if not isinstance(value, expected) or (kind != "bool" and isinstance(value, bool)):
         raise DataError(f"episode column '{name}': expected {kind}, got {type(value).__name__} {value!r:.60}")
-    if kind == "int64" and not -(1 << 63) <= value < 1 << 63:
-        raise DataError(f"episode column '{name}': {value} is out of range for int64")
-    return value
+    try:
+        return np.int64(value).item() if kind == "int64" else float(value) if kind == "float64" else value
+    except OverflowError as error:
+        raise DataError(f"episode column '{name}': {value!r:.60} is out of range for {kind}") from error
 
 
 def _to_json(values: dict[str, Any]) -> bytes:
@@ -158,7 +159,10 @@ def check_spans(spans: Spans, rows: int, text_bytes: int) -> None:
         and (stop <= rows).all()
         and ((ints[:, 5] >= 0) & (ints[:, 5] < len(End))).all()
         and ((ints[:, 6] == 0) | (ints[:, 6] == 1)).all()
-        and (np.diff(text_stop, prepend=0) >= 0).all()
+        and ((ints[:, 6] == 0) | (stop > start)).all()
+        and (start[1:] >= stop[:-1]).all()  # spans share no rows, so all of them together fit the stream
+        and (text_stop >= 0).all()
+        and (text_stop[1:] >= text_stop[:-1]).all()
         and (text_stop <= text_bytes).all()
     )
     if not good:
@@ -175,7 +179,7 @@ class StreamSpans:
     columns: tuple[tuple[str, ...], tuple[str, ...]]
     first_row: int  # rows below are evicted
     is_finished: bool  # sealed or declared dead: its open episodes read as cut
-    hidden: tuple[int, int] = (0, 0)  # row range that another stream replaces
+    hidden: tuple[tuple[int, int], ...] = ()  # row ranges that other streams replace
     discarded: frozenset[int] = frozenset()
 
 
@@ -441,15 +445,15 @@ def _visible(part: StreamSpans) -> dict[str, Array]:
     n = len(ints)
     columns["stream"] = np.full(n, part.stream, np.int64)
     columns["source"] = np.full(n, part.source, np.int64)
+    keep = np.ones(n, bool)
+    for start, stop in part.hidden:
+        keep &= (columns["row_start"] < start) | (columns["row_start"] >= stop)
     n_evicted = np.clip(part.first_row, columns["row_start"], columns["row_stop"]) - columns["row_start"]
     columns["n_evicted"] = n_evicted
     columns["row_start"] = columns["row_start"] + n_evicted
     columns["t_start"] = columns["t_start"] + n_evicted
     if part.is_finished:
         columns["end"] = np.where(columns["end"] == End.OPEN, End.CUT, columns["end"])
-    keep = np.ones(n, bool)
-    if part.hidden[1] > part.hidden[0]:
-        keep &= (columns["row_start"] < part.hidden[0]) | (columns["row_start"] >= part.hidden[1])
     if part.discarded:
         keep &= ~np.isin(columns["episode"], list(part.discarded))
     return columns if keep.all() else {name: column[keep] for name, column in columns.items()}

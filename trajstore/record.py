@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.chunks import MAX_ROWS, ArrayLayout, Codec
+from trajstore.chunks import MAX_ROWS, ArrayLayout, Codec, crc32c
 from trajstore.episodes import End, float_columns, int_columns
 from trajstore.errors import FormatError, SchemaError
 from trajstore.schema import Schema
@@ -55,6 +55,32 @@ def load_json(data: bytes, what: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise FormatError(f"{what}: expected a JSON object, got {type(parsed).__name__}")
     return parsed
+
+
+_CHECKSUM = re.compile(rb'"crc32c": ?"([0-9a-f]{8})"')
+_NO_CHECKSUM = "00000000"
+
+
+def with_checksum(data: Mapping[str, Any]) -> bytes:
+    """A ``zarr.json`` whose first ``"crc32c"`` is the checksum of its own text with zeros in that place."""
+    text = dump_json(data)
+    found = _CHECKSUM.search(text)
+    assert found is not None
+    return text[: found.start(1)] + f"{crc32c(text):08x}".encode() + text[found.end(1) :]
+
+
+def check_checksum(text: bytes, what: str) -> None:
+    """Refuse a ``zarr.json`` that is not as it was written.
+
+    Raises:
+        FormatError: It has no checksum, or another one than it should.
+    """
+    found = _CHECKSUM.search(text)
+    if found is None:
+        raise FormatError(f"{what} has no checksum")
+    blank = text[: found.start(1)] + _NO_CHECKSUM.encode() + text[found.end(1) :]
+    if found.group(1) != f"{crc32c(blank):08x}".encode():
+        raise FormatError(f"{what} is damaged: its checksum does not match")
 
 
 def own_attributes(data: Mapping[str, Any], kind: str, what: str) -> dict[str, Any]:
@@ -162,6 +188,7 @@ class CommitRecord:
         own = {
             "format": FORMAT,
             "kind": "stream",
+            "crc32c": _NO_CHECKSUM,
             "id": self.id,
             "name": self.name,
             "schema": self.schema.to_json(),
@@ -181,7 +208,7 @@ class CommitRecord:
             "columns": dict(self.columns),
         }
         consolidated = {"kind": "inline", "must_understand": False, "metadata": self.nodes()}
-        return dump_json(GROUP | {"attributes": {"trajstore": own}, "consolidated_metadata": consolidated})
+        return with_checksum(GROUP | {"attributes": {"trajstore": own}, "consolidated_metadata": consolidated})
 
     @staticmethod
     def from_bytes(data: bytes, stream_id: str, where: str) -> CommitRecord:
@@ -193,11 +220,12 @@ class CommitRecord:
         what = f"{where}/streams/{stream_id}"
         parsed = load_json(data, what)
         own = own_attributes(parsed, "stream", what)
+        check_checksum(data, what)
         try:
             record = _parse(own, parsed["consolidated_metadata"]["metadata"])
         except FormatError as error:
             raise FormatError(f"{what}: {error}") from error
-        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
+        except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
             raise FormatError(f"{what}: record is malformed: {error!r}") from error
         if record.id != stream_id:
             raise FormatError(f"{what}: record names itself {record.id!r}")

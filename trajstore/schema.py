@@ -77,8 +77,9 @@ class Field:
         object.__setattr__(self, "shape", tuple(int(n) for n in shape))
         if self.row_bytes > MAX_ROW_BYTES:
             raise SchemaError(f"one step of shape {shape} takes {self.row_bytes} bytes; at most {MAX_ROW_BYTES}")
-        if self.chunk_rows is not None and not 1 <= self.chunk_rows <= 1 << 24:
-            raise SchemaError(f"chunk_rows {self.chunk_rows!r}: expected 1 to {1 << 24}")
+        rows = self.chunk_rows
+        if rows is not None and not (isinstance(rows, int) and not isinstance(rows, bool) and 1 <= rows <= 1 << 24):
+            raise SchemaError(f"chunk_rows {rows!r}: expected an integer from 1 to {1 << 24}")
 
     @property
     def storage_dtype(self) -> np.dtype[Any]:
@@ -149,6 +150,8 @@ class Schema:
             raise SchemaError(f"a schema has 1 to {MAX_FIELDS} fields, got {len(self.fields)}")
         if reward_alignment not in ("action", "observation"):
             raise SchemaError(f"reward_alignment {reward_alignment!r}: expected 'action' or 'observation'")
+        if reward not in (None, "reward", *self.fields):
+            raise SchemaError(f"reward {reward!r}: expected one of the fields {', '.join(self.fields)}")
         self.reward = reward if reward in self.fields else None
         self.reward_alignment: Alignment = reward_alignment
 
@@ -188,7 +191,9 @@ class Schema:
             for path in {**self.fields, **other.fields}
             if self.fields.get(path) != other.fields.get(path)
         ]
-        for name in ("episode", "reward", "reward_alignment"):
+        if list(self.episode.items()) != list(other.episode.items()):  # their order counts: it numbers bits on disk
+            found.append(f"episode: {self.episode} here, {other.episode} there")
+        for name in ("reward", "reward_alignment"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 found.append(f"{name}: {mine!r} here, {theirs!r} there")

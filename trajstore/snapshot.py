@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from trajstore.record import CommitRecord, is_stream_id
 from trajstore.schema import Array, Schema, nest, widen_bfloat16
 from trajstore.storage import Storage
 from trajstore.stream import MissingChunkError, StreamReader, join_spans, span_columns
+
+T = TypeVar("T")
 
 
 class _Stream:
@@ -122,7 +124,11 @@ class Snapshot:
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
         first_rows, dead = _first_rows(records), {s for r in records for s in r.view.dead}
-        hidden = {r.replaces.stream: (r.replaces.start, r.replaces.stop) for r in records if r.replaces}
+        hidden: dict[str, tuple[tuple[int, int], ...]] = {}
+        for r in records:
+            if r.replaces:
+                ranges = hidden.get(r.replaces.stream, ())
+                hidden[r.replaces.stream] = (*ranges, (r.replaces.start, r.replaces.stop))
         discarded: dict[str, set[int]] = {}
         for record in records:
             for target, episodes in record.view.discarded.items():
@@ -134,11 +140,11 @@ class Snapshot:
             part = StreamSpans(
                 stream=position[logical],
                 source=position[name],
-                spans=stream.spans,
+                spans=self._checked(stream.reader, 0, lambda stream=stream: stream.spans),  # type: ignore[misc]
                 columns=span_columns(record.schema),
                 first_row=first_rows.get(name, 0),
                 is_finished=record.is_sealed or name in dead,
-                hidden=hidden.get(name, (0, 0)),
+                hidden=hidden.get(name, ()),
                 discarded=frozenset(discarded.get(logical, ())),
             )
             parts.append(part)
@@ -196,15 +202,18 @@ class Snapshot:
         return np.concatenate(parts) if parts else np.empty((0, *layout.row_shape), layout.dtype)
 
     def _rows(self, reader: StreamReader, path: str, start: int, stop: int) -> Array:
+        return self._checked(reader, start, lambda: reader.read_rows(path, start, stop))
+
+    def _checked(self, reader: StreamReader, row: int, read: Callable[[], T]) -> T:
+        """Read; if a chunk is missing, find out from the newest records whether it was evicted or is lost."""
         try:
-            return reader.read_rows(path, start, stop)
+            return read()
         except MissingChunkError as missing:
-            # Evicted meanwhile, or lost? The newest records tell.
             fresh = Snapshot.load(self._storage, self._schema)
             first = _first_rows([s.record for s in fresh._streams.values()]).get(reader.record.id, 0)
-            if reader.record.id not in fresh._streams or first > start:
+            if reader.record.id not in fresh._streams or first > row:
                 raise SnapshotExpiredError(
-                    f"rows {start} to {stop} of stream '{reader.record.id}' were evicted; refresh the store"
+                    f"rows from {row} on of stream '{reader.record.id}' were evicted; refresh the store"
                 ) from missing
             raise CorruptionError(str(missing)) from missing
 

@@ -147,8 +147,9 @@ def place(staging: Staging, placement: Placement, schema: Schema) -> Batch:
     ints[:, 0], ints[:, 1] = ids, env
     ints[:, 2] = np.where(continued, placement.n_rows[env], 0)
     ints[:, 3], ints[:, 4] = row_start, row_start + count
-    floats[:, 0] = np.where(continued, placement.return_[env], 0.0)
-    floats[:, 0] += _rewards(rows, schema, ints[:, 2], count)
+    with np.errstate(all="ignore"):  # rewards may be infinite or NaN, and their sum as well
+        earned = _rewards(rows, schema, ints[:, 2], count)
+        floats[:, 0] = np.where(continued, placement.return_[env], 0.0) + earned
     floats[:, 1] = now
     text = _apply_ends(staging, schema, ints, floats, placement.text_stop)
     _advance(placement, ints, floats)
@@ -202,11 +203,10 @@ def _rewards(rows: dict[str, Rows], schema: Schema, t_start: Array, count: Array
     values = (reward.source if reward.order is None else reward.source[reward.order]).reshape(-1)
     values = np.append(values.astype(np.float64), 0.0)  # reduceat needs a place even for spans of no rows
     start = np.cumsum(count) - count
-    sums: Array = np.where(count > 0, np.add.reduceat(values, start), 0.0) if len(count) else values[:0]
     if schema.reward_alignment == "observation":
         # The reward that came with an episode's first observation was not earned in it.
-        sums = sums - np.where((count > 0) & (t_start == 0), values[start], 0.0)
-    return sums
+        values[start[(count > 0) & (t_start == 0)]] = 0.0
+    return np.where(count > 0, np.add.reduceat(values, start), 0.0) if len(count) else values[:0]
 
 
 def _apply_ends(staging: Staging, schema: Schema, ints: Array, floats: Array, text_stop: int) -> bytes:

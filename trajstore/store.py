@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from trajstore.episodes import EpisodeKey, EpisodeTable
 from trajstore.errors import FormatError, SchemaError, StoreExistsError, StoreNotFoundError
-from trajstore.record import FORMAT, GROUP, CommitRecord, dump_json, load_json, new_id, own_attributes
+from trajstore.record import (
+    FORMAT,
+    GROUP,
+    CommitRecord,
+    check_checksum,
+    dump_json,
+    layouts_of,
+    load_json,
+    new_id,
+    own_attributes,
+    with_checksum,
+)
 from trajstore.schema import Schema, check_name
 from trajstore.snapshot import Snapshot
 from trajstore.storage import ABSENT, Storage, open_storage
@@ -118,6 +129,7 @@ class Store:
 
     def _settle_schema(self, schema: Schema) -> None:
         """Make this the store's schema if it has none; refuse one that differs from what it has."""
+        layouts_of(schema)  # refuses codecs and chunk sizes that no writer could use
         if _put_once(self._storage, _SCHEMA, _schema_bytes(schema)):
             return
         settled = _read_schema(self._storage)
@@ -199,8 +211,8 @@ def _root_bytes() -> bytes:
 
 
 def _schema_bytes(schema: Schema) -> bytes:
-    own = {"format": FORMAT, "kind": "schema", "schema": schema.to_json()}
-    return dump_json(GROUP | {"attributes": {"trajstore": own}})
+    own = {"format": FORMAT, "kind": "schema", "crc32c": "00000000", "schema": schema.to_json()}
+    return with_checksum(GROUP | {"attributes": {"trajstore": own}})
 
 
 def _put_once(storage: Storage, key: str, data: bytes) -> bool:
@@ -215,7 +227,7 @@ def _put_once(storage: Storage, key: str, data: bytes) -> bool:
 def _check_root(storage: Storage) -> None:
     try:
         data = storage.get(_ROOT)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         raise StoreNotFoundError(f"{storage.display}: there is no store here") from None
     own_attributes(load_json(data, storage.display), "store", storage.display)
 
@@ -228,6 +240,7 @@ def _read_schema(storage: Storage) -> Schema | None:
         return None
     what = f"{storage.display}/schema"
     own = own_attributes(load_json(data, what), "schema", what)
+    check_checksum(data, what)
     try:
         return Schema.from_json(own.get("schema"))
     except SchemaError as error:

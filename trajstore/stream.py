@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,13 +68,18 @@ class StreamReader:
             _copy_chunk(layout, index, self._load(path, layout, index), out, start)
 
     def _load(self, path: str, layout: ArrayLayout, index: int) -> Array:
-        chunk = np.empty((layout.chunk_rows, *layout.row_shape), layout.dtype)
-        self._decode(path, layout, index, chunk)
-        return chunk
+        with self._named(path, layout, index):
+            return layout.decode_new(self._chunk_bytes(path, layout, index))
 
     def _decode(self, path: str, layout: ArrayLayout, index: int, out: Array) -> None:
-        try:
+        with self._named(path, layout, index):
             layout.decode(self._chunk_bytes(path, layout, index), out)
+
+    @contextlib.contextmanager
+    def _named(self, path: str, layout: ArrayLayout, index: int) -> Iterator[None]:
+        """Say which chunk is damaged or missing."""
+        try:
+            yield
         except FileNotFoundError as error:
             raise MissingChunkError(f"{self._chunk_name(path, layout, index)} is missing") from error
         except CorruptionError as error:

@@ -306,7 +306,10 @@ class Writer:
             self._seal()
 
     def discard(self) -> None:
-        """Drop what was appended after the last commit that was asked for, and seal the stream."""
+        """Drop what is appended and not on its way to disk yet, and seal the stream.
+
+        What a commit took, by call or in the background, stays.
+        """
         with self._last_call() as is_open:
             if is_open:
                 self._counts["dropped_steps"] += self._pipeline.drop()

@@ -178,8 +178,9 @@ class LocalStorage(Storage):
         except (FileExistsError, StorageError):
             raise
         except OSError as error:
-            if isinstance(error, FileNotFoundError) and action == "read":
-                raise  # the caller decides what a missing object means
+            if isinstance(error, (FileNotFoundError, NotADirectoryError)) and action == "read":
+                # The caller decides what a missing object means.
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.display}/{key}") from error
             raise failed(action, f"{self.display}/{key}", error) from error
 
 
