@@ -1,12 +1,15 @@
 """trajstore: the replay buffer that is also an open dataset.
 
-store | snapshot          create, open, read
-writer                    append, commit
-staging | committer       steps not yet placed | the background thread
-stream                    rows to chunk objects of one stream, and back
-record                    the commit record
-episodes | chunks | storage    spans and episodes | codec and layout of one array | bytes at a URL
-lanes | schema | sizes | errors
+store                      create, open
+snapshot                   an unchanging view of some commits
+writer                     append, commit
+intake | pipeline | lanes  checks what comes in | staged to durable | open episodes by environment
+staging | committer        steps not yet placed | the background thread
+stream                     rows to chunk objects of one stream, and back
+record                     the commit record
+episodes                   the episode table
+spans | chunks | storage   which rows are whose | codec and layout of one array | bytes at a URL
+schema, errors, sizes
 """
 
 from trajstore.episodes import EpisodeKey, EpisodeTable, Handle, Handles

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.episodes import MAX_ENV, End
 from trajstore.errors import DataError, EpisodeNotFoundError
 from trajstore.schema import Array, as_array
+from trajstore.spans import MAX_ENV, End
 
 Flags = Any  # bool for one environment, boolean array or tensor for several
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from trajstore.chunks import MAX_ROWS, ArrayLayout, Codec, crc32c
-from trajstore.episodes import End, float_columns, int_columns
 from trajstore.errors import FormatError, SchemaError
 from trajstore.schema import Schema
+from trajstore.spans import End, float_columns, int_columns
 
 FORMAT = 1
 GROUP: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}

@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trajstore.episodes import EpisodeKey, EpisodeTable, Spans, StreamSpans
+from trajstore.episodes import EpisodeKey, EpisodeTable
 from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
 from trajstore.record import CommitRecord, is_stream_id
 from trajstore.schema import Array, Schema, nest, widen_bfloat16
+from trajstore.spans import Spans, StreamSpans
 from trajstore.storage import Storage
 from trajstore.stream import MissingChunkError, StreamReader, join_spans, span_columns
 

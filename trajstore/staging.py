@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trajstore.episodes import End, EpisodeValues, float_columns, int_columns
 from trajstore.schema import Array, Schema
+from trajstore.spans import End, EpisodeValues, float_columns, int_columns
 from trajstore.stream import Batch, Rows
 
 ROW_OVERHEAD_BYTES = 17  # episode, env and dropped of each row

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trajstore.chunks import ArrayLayout
-from trajstore.episodes import Spans, check_spans, float_columns, int_columns
 from trajstore.errors import CorruptionError, FormatError
 from trajstore.record import CommitRecord, dump_json
 from trajstore.schema import Array, Schema
+from trajstore.spans import Spans, check_spans, float_columns, int_columns
 from trajstore.storage import ABSENT, ANY, Put, Storage
 
 _WAVE_CHUNKS = 64

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.episodes import End, EpisodeKey, EpisodeValues, Handle, Handles, check_metadata
+from trajstore.episodes import EpisodeKey, Handle, Handles
 from trajstore.errors import ClosedError, DataError, StepPlacedError
 from trajstore.intake import Intake, Step, leading_shape
 from trajstore.lanes import Flags, Lanes, check_ends, end_of
@@ -22,6 +22,7 @@ from trajstore.pipeline import Pipeline
 from trajstore.record import layouts_of, new_id
 from trajstore.schema import Array, Schema
 from trajstore.sizes import parse_bytes
+from trajstore.spans import End, EpisodeValues, check_metadata
 from trajstore.staging import EndEvent
 from trajstore.storage import Storage
 from trajstore.stream import StreamAppender, new_record
