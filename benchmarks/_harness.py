@@ -7,6 +7,7 @@ round by round, in rotating order; dirty pages are flushed before every run, so 
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import importlib.metadata
 import json
@@ -80,7 +81,6 @@ class Report:
     cases: dict[str, dict[str, Any]] = field(default_factory=dict)
     ratios: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    _used: list[Path] = field(default_factory=list)  # removed when the report is finished
 
     def run(self, cases: Sequence[Case], rounds: int) -> None:
         """Run the cases alternately, ``rounds`` times each."""
@@ -89,7 +89,7 @@ class Report:
             for j in range(len(cases)):
                 case = cases[(i + j) % len(cases)]
                 directory = Path(tempfile.mkdtemp(prefix="trajstore-bench-"))
-                self._used.append(directory)
+                atexit.register(shutil.rmtree, directory, ignore_errors=True)
                 os.sync()
                 seconds[case.name].append(case.run(directory))
                 _remove_large_files(directory)
@@ -148,9 +148,7 @@ class Report:
         }
 
     def finish(self, path: Path | None) -> None:
-        """Print everything, write the JSON where asked, and clean up."""
-        for directory in self._used:
-            shutil.rmtree(directory, ignore_errors=True)
+        """Print everything, and write the JSON where asked."""
         console = Console(width=None if sys.stdout.isatty() else 150)
         console.print(f"\n[bold]{self.benchmark}[/]: {self.question}")
         console.print(", ".join(f"{k} {v}" for k, v in environment().items()), style="dim", highlight=False)
@@ -168,7 +166,7 @@ class Report:
 
 
 def _remove_large_files(directory: Path) -> None:
-    """Free the space, but keep the many small files until the end.
+    """Free the space, but keep the many small files until the process ends.
 
     ext4 does not reuse an inode for minutes after its file is deleted and passes over it one by one until then, so
     deleting thousands of files would slow down whoever creates files next.

@@ -16,7 +16,7 @@ from trajstore.chunks import (
     Codec,
     blosc_content_bytes,
     chunk_rows_for,
-    default_codec,
+    codec_for,
     zstd_content_bytes,
 )
 from trajstore.schema import as_array
@@ -98,7 +98,16 @@ def test_a_level_is_a_number() -> None:
 
 @pytest.mark.parametrize(("dtype", "codec"), [("uint8", "zstd:1"), ("bool", "zstd:1"), ("float32", "blosc-lz4:5")])
 def test_the_codec_follows_from_the_dtype(dtype: str, codec: str) -> None:
-    assert default_codec(np.dtype(dtype)) == codec
+    assert codec_for(Field(dtype, (84, 84)), 16) == Codec.parse(codec)
+
+
+def test_channels_of_frames_are_taken_apart() -> None:
+    codec = codec_for(Field("uint8", (84, 84, 4)), 32)
+    assert codec == Codec("blosc", 1, "zstd", "shuffle", 32 * 84 * 84 * 4, 4)
+    layout = ArrayLayout.of(Field("uint8", (6, 5, 3), chunk_rows=4))
+    block = np.random.default_rng(0).integers(0, 9, (4, 6, 5, 3)).astype(np.uint8)
+    assert (layout.decode_new(layout.encode(block)) == block).all()
+    assert ArrayLayout.from_metadata(layout.metadata(7), "x")[0] == layout
 
 
 @st.composite

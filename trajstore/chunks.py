@@ -26,6 +26,7 @@ _NARROW_CHUNK_BYTES = 256 << 10
 _WIDE_CHUNK_BYTES = 1 << 20
 _WIDE_ROW_BYTES = 4096
 _MAX_CHUNK_ROWS = 16384
+_MAX_CHANNELS = 16
 _CRC_BYTES = 4
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
 _BLOSC_NAMES = ("lz4", "lz4hc", "blosclz", "zstd", "snappy", "zlib")
@@ -50,9 +51,17 @@ def chunk_rows_for(spec: Field, commit_steps: int | None) -> int:
     return 1 << (rows.bit_length() - 1)
 
 
-def default_codec(dtype: np.dtype[Any]) -> str:
-    """Plain zstd for bytes (frames repeat across rows), blosc-lz4 with shuffle for wider types."""
-    return "zstd:1" if dtype.itemsize == 1 else "blosc-lz4:5"
+def codec_for(spec: Field, chunk_rows: int) -> Codec:
+    """The codec of a field: its own choice, else by measurement.
+
+    Bytes get zstd, because frames repeat from row to row; where a short last axis holds channels or stacked frames
+    they are taken apart first, with blosc's shuffle in one block as large as the chunk. Wider types get blosc-lz4.
+    """
+    if spec.codec is not None:
+        return Codec.parse(spec.codec)
+    if spec.dtype == "uint8" and len(spec.shape) >= 2 and 2 <= spec.shape[-1] <= _MAX_CHANNELS:
+        return Codec("blosc", 1, "zstd", "shuffle", chunk_rows * spec.row_bytes, spec.shape[-1])
+    return Codec.parse("zstd:1" if spec.storage_dtype.itemsize == 1 else "blosc-lz4:5")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +73,7 @@ class Codec:
     cname: str = ""
     shuffle: str = "noshuffle"
     blocksize: int = 0
+    typesize: int = 0  # what blosc's shuffle takes for one element; 0: the size of the dtype
 
     @staticmethod
     def parse(text: str) -> Codec:
@@ -89,7 +99,7 @@ class Codec:
         if self.name == "zstd":
             return [{"name": "zstd", "configuration": {"level": self.level, "checksum": False}}]
         configuration = {
-            "typesize": itemsize,
+            "typesize": self.typesize or itemsize,
             "cname": self.cname,
             "clevel": self.level,
             "shuffle": self.shuffle,
@@ -113,6 +123,7 @@ class Codec:
             configuration["cname"],
             configuration["shuffle"] if configuration["shuffle"] in _SHUFFLES else _no_shuffle(configuration),
             _integer(configuration["blocksize"], 0, 1 << 31),
+            _integer(configuration["typesize"], 1, 255),
         )
 
     def encode(self, block: Array) -> bytes:
@@ -124,8 +135,8 @@ class Codec:
         if self.name == "zstd":
             return bytes(numcodecs.zstd.compress(block, self.level))
         if self.name == "blosc":
-            shuffle = _SHUFFLES[self.shuffle]
-            return bytes(numcodecs.blosc.compress(block, self.cname.encode(), self.level, shuffle, self.blocksize))
+            name, shuffle, typesize = self.cname.encode(), _SHUFFLES[self.shuffle], self.typesize or None
+            return bytes(numcodecs.blosc.compress(block, name, self.level, shuffle, self.blocksize, typesize))
         return block.tobytes()
 
     def decode(self, data: bytes | memoryview, out: Array) -> None:
@@ -208,14 +219,8 @@ class ArrayLayout:
     def of(spec: Field, commit_steps: int | None = None) -> ArrayLayout:
         """The layout of a field's column: its own overrides, else defaults from measurement."""
         attributes = (("trajstore_dtype", "bfloat16"),) if spec.dtype == "bfloat16" else ()
-        dtype = spec.storage_dtype
-        layout = ArrayLayout(
-            dtype,
-            spec.shape,
-            chunk_rows_for(spec, commit_steps),
-            Codec.parse(spec.codec or default_codec(dtype)),
-            attributes,
-        )
+        rows = chunk_rows_for(spec, commit_steps)
+        layout = ArrayLayout(spec.storage_dtype, spec.shape, rows, codec_for(spec, rows), attributes)
         layout.check()
         return layout
 
@@ -359,7 +364,10 @@ def _with_codecs(layout: ArrayLayout, codecs: list[dict[str, Any]]) -> ArrayLayo
         raise FormatError(f"codecs {names!r:.80}: expected bytes, at most one compressor, crc32c")
     if layout.dtype.itemsize > 1 and codecs[0]["configuration"] != {"endian": "little"}:
         raise FormatError("expected little-endian bytes")
-    return replace(layout, codec=Codec.from_metadata(codecs[1:-1]))
+    codec = Codec.from_metadata(codecs[1:-1])
+    if codec.typesize == layout.dtype.itemsize:
+        codec = replace(codec, typesize=0)
+    return replace(layout, codec=codec)
 
 
 def _with_sharding(layout: ArrayLayout, configuration: dict[str, Any]) -> ArrayLayout:

@@ -21,6 +21,7 @@ DTYPES: frozenset[str] = frozenset(
     {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
     | {"float16", "float32", "float64", "bfloat16"}
 )
+_STORAGE_DTYPES = {name: np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES}
 MAX_FIELDS = 1024
 MAX_ROW_BYTES = 1 << 30
 MAX_EPISODE_COLUMNS = 48
@@ -84,7 +85,7 @@ class Field:
     @property
     def storage_dtype(self) -> np.dtype[Any]:
         """The dtype on disk: that of the field, but uint16 bit patterns for bfloat16."""
-        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+        return _STORAGE_DTYPES[self.dtype]
 
     @property
     def row_bytes(self) -> int:
@@ -397,7 +398,10 @@ def checked(path: str, spec: Field, value: Any, lead: tuple[int, ...]) -> Array:
         value: Array, tensor, or Python number where ``lead`` is empty.
         lead: Leading lengths expected.
     """
-    if not lead and isinstance(value, (bool, int, float)):
+    if type(value) is np.ndarray and value.dtype == spec.storage_dtype and value.shape == lead + spec.shape:
+        if spec.dtype != "bfloat16":  # the common case, without looking at names
+            return value
+    elif not lead and isinstance(value, (bool, int, float)):
         return from_scalar(path, spec, value)
     array, name = as_array(path, value)
     if name != spec.dtype or array.shape != lead + spec.shape or not array.dtype.isnative:

@@ -112,16 +112,26 @@ class Snapshot:
     @cached_property
     def episodes(self) -> EpisodeTable:
         """The episode table of this snapshot."""
-        names = list(self._positions())
+        names = self.names
         readers = [stream.reader for stream in self._streams.values()]
-        return EpisodeTable(names, self._parts(), self._schema, lambda s, a, b: readers[s].read_text(a, b))
+        return EpisodeTable(names, self.parts(), self._schema, lambda s, a, b: readers[s].read_text(a, b))
+
+    @property
+    def names(self) -> list[str]:
+        """Ids of the streams that handles name; the first are those that `readers` reads."""
+        return list(self._positions())
+
+    @property
+    def readers(self) -> list[StreamReader]:
+        return [stream.reader for stream in self._streams.values()]
 
     def _positions(self) -> dict[str, int]:
         """The streams that handles name, in order: those that are here, then those that are only replaced."""
         replaced = (s.record.replaces.stream for s in self._streams.values() if s.record.replaces)
         return {name: i for i, name in enumerate(dict.fromkeys((*self._streams, *replaced)))}
 
-    def _parts(self) -> list[StreamSpans]:
+    def parts(self) -> list[StreamSpans]:
+        """The spans of every stream, as this view shows them; stream numbers are positions in `names`."""
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
         first_rows, dead = _first_rows(records), {s for r in records for s in r.view.dead}

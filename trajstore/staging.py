@@ -49,6 +49,7 @@ class Staging:
     def __init__(self, schema: Schema, capacity: int) -> None:
         self.capacity = capacity
         self.n = 0
+        self._row_bytes = schema.row_bytes
         self.n_text = 0  # bytes of text that came with ends
         # Allocated whole: the system gives out memory as it is touched, and growing would copy.
         self.columns = {
@@ -64,6 +65,10 @@ class Staging:
     @property
     def room(self) -> int:
         return self.capacity - self.n
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n * self._row_bytes
 
     @property
     def is_empty(self) -> bool:

@@ -13,7 +13,7 @@ from trajstore.errors import CorruptionError, FormatError
 from trajstore.record import CommitRecord, dump_json
 from trajstore.schema import Array, Schema
 from trajstore.spans import Spans, check_spans, float_columns, int_columns
-from trajstore.storage import ABSENT, ANY, Put, Storage
+from trajstore.storage import ABSENT, ANY, UNSEEN, Put, Storage
 
 _WAVE_CHUNKS = 64
 
@@ -66,6 +66,18 @@ class StreamReader:
             self._decode(path, layout, index, out[low : low + layout.chunk_rows])
         else:
             _copy_chunk(layout, index, self._load(path, layout, index), out, start)
+
+    def chunk_bytes(self, path: str, index: int) -> bytes:
+        """One chunk as it is stored, still encoded."""
+        layout = self.record.layouts[path]
+        with self._named(path, layout, index):
+            return self._chunk_bytes(path, layout, index)
+
+    def decode_chunk(self, path: str, index: int, data: bytes, out: Array) -> None:
+        """Decode what `chunk_bytes` gave into a contiguous block of a chunk's size."""
+        layout = self.record.layouts[path]
+        with self._named(path, layout, index):
+            layout.decode(data, out)
 
     def _load(self, path: str, layout: ArrayLayout, index: int) -> Array:
         with self._named(path, layout, index):
@@ -162,13 +174,16 @@ class _Column:
         self._next_tail: Array | None = None
         self._tail_version = ANY
 
-    def puts(self, new: Rows) -> list[Put]:
-        """The chunk objects that change when ``new`` is appended. Asking again gives the same bytes."""
+    def puts(self, new: Rows, expect: str) -> list[Put]:
+        """The chunk objects that change when ``new`` is appended. Asking again gives the same bytes.
+
+        ``expect`` is for chunks that begin with new rows.
+        """
         size, stop = self._layout.chunk_rows, self.rows + len(new)
         self._next_tail = self._tail
-        return [self._put(index, new, stop) for index in range(self.rows // size, -(-stop // size))]
+        return [self._put(index, new, stop, expect) for index in range(self.rows // size, -(-stop // size))]
 
-    def _put(self, index: int, new: Rows, stop: int) -> Put:
+    def _put(self, index: int, new: Rows, stop: int, expect: str) -> Put:
         size = self._layout.chunk_rows
         low, high = max(self.rows, index * size), min(stop, (index + 1) * size)
         source = (low - self.rows, high - self.rows)
@@ -180,11 +195,11 @@ class _Column:
             return Put(key, self._filled(self._tail, low - index * size, new, source), self._tail_version)
         if is_full and new.order is None:
             block = new.source[slice(*source)]
-            return Put(key, lambda: self._layout.encode(np.ascontiguousarray(block)))
+            return Put(key, lambda: self._layout.encode(np.ascontiguousarray(block)), expect)
         if is_full:
-            return Put(key, lambda: self._filled(self._layout.empty_chunk(), 0, new, source)())
+            return Put(key, lambda: self._filled(self._layout.empty_chunk(), 0, new, source)(), expect)
         self._next_tail = self._layout.empty_chunk()
-        return Put(key, self._filled(self._next_tail, 0, new, source))
+        return Put(key, self._filled(self._next_tail, 0, new, source), expect)
 
     def _filled(self, block: Array, at: int, new: Rows, source: tuple[int, int]) -> Callable[[], bytes]:
         def make() -> bytes:
@@ -232,6 +247,7 @@ class StreamAppender:
         self._settle_schema = settle_schema
         self._record_version = ABSENT
         self._is_born = False
+        self._tried: Batch | None = None  # the batch of the last commit, failed or not
         self._columns = {
             path: _Column(path, f"streams/{record.id}/{path}", layout) for path, layout in record.layouts.items()
         }
@@ -244,7 +260,10 @@ class StreamAppender:
         """Write the batch's chunks, then publish them all at once by replacing the commit record."""
         self._be_born()
         new = self._new_rows(batch)
-        puts = [put for path, rows in new.items() for put in self._columns[path].puts(rows)]
+        # A second try may find the first one's record published after all: then readers are looking.
+        expect = ANY if self._tried is batch else UNSEEN
+        self._tried = batch
+        puts = [put for path, rows in new.items() for put in self._columns[path].puts(rows, expect)]
         # Chunks first, record last: until the record names them no reader looks at the new rows,
         # so a crash here leaves garbage past the end, never a torn episode.
         versions = self._storage.put_many(puts)

@@ -13,11 +13,11 @@ from typing import Any
 
 import fsspec.core
 
-from trajstore.storage.interface import ABSENT, ANY, Put, Storage
+from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage
 from trajstore.storage.local import LocalStorage
 from trajstore.storage.remote import FsspecStorage
 
-__all__ = ["ABSENT", "ANY", "FsspecStorage", "LocalStorage", "Put", "Storage", "open_storage"]
+__all__ = ["ABSENT", "ANY", "UNSEEN", "FsspecStorage", "LocalStorage", "Put", "Storage", "open_storage"]
 
 
 def open_storage(

@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 ANY: Final = "*any*"  # put whatever is there
 ABSENT: Final = "*absent*"  # put only where nothing is
+UNSEEN: Final = "*unseen*"  # put whatever is there; nobody looks at it yet, so it need not be atomic
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Storage:
         Args:
             key: Which object.
             data: Its new bytes.
-            expect: `ANY`, `ABSENT`, or the version that the last put returned.
+            expect: `ANY`, `ABSENT`, `UNSEEN`, or the version that the last put returned.
 
         Raises:
             FileExistsError: ``expect`` is `ABSENT` and something else is there.

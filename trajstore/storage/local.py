@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.errors import StorageError
-from trajstore.storage.interface import ABSENT, ANY, Put, Storage, check_key, failed
+from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage, check_key, failed
 
 _N_THREADS = 4
 _SCRATCH = "scratch"
@@ -91,6 +91,10 @@ class LocalStorage(Storage):
     def _publish(self, key: str, data: bytes, expect: str) -> set[str]:
         """Write, sync and rename; return the directories whose entries still need syncing."""
         target = self._path(key)
+        if expect == UNSEEN and target.parent.exists():
+            # Most objects are new chunks: a temporary file and a rename cost as much as the write.
+            self._write_file(target, data, os.O_TRUNC)
+            return {str(target.parent)}
         temporary = self._scratch() / self._unique()
         try:
             self._write_file(temporary, data)
@@ -131,8 +135,8 @@ class LocalStorage(Storage):
             raise
         return {str(top.parent)}
 
-    def _write_file(self, path: Path, data: bytes) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    def _write_file(self, path: Path, data: bytes, how: int = os.O_EXCL) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o666)
         try:
             view = memoryview(data)
             while view:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import fsspec.core
 
 from trajstore.errors import ConflictError, MissingExtraError, StorageError
-from trajstore.storage.interface import ABSENT, ANY, Storage, check_key, failed
+from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Storage, check_key, failed
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class FsspecStorage(Storage):
 
     def _put_once(self, key: str, data: bytes, expect: str) -> str:
         path, kwargs = self._path(key), dict[str, Any]()
-        if expect not in (ANY, ABSENT) and self._compares_versions():
+        if expect not in (ANY, ABSENT, UNSEEN) and self._compares_versions():
             kwargs["IfMatch"] = expect
         try:
             answer = self._pipe(path, data, "create" if expect == ABSENT else "overwrite", kwargs)
