@@ -15,7 +15,7 @@ from trajstore.schema import Array, Schema
 from trajstore.spans import End, EpisodeValues, float_columns, int_columns
 from trajstore.stream import Batch, Rows
 
-ROW_OVERHEAD_BYTES = 17  # episode, env and dropped of each row
+ROW_OVERHEAD_BYTES = 48  # episode, env and dropped of each row, and what placing it takes for a moment
 
 
 @dataclass(slots=True)
@@ -49,7 +49,6 @@ class Staging:
     def __init__(self, schema: Schema, capacity: int) -> None:
         self.capacity = capacity
         self.n = 0
-        self._row_bytes = schema.row_bytes
         self.n_text = 0  # bytes of text that came with ends
         # Allocated whole: the system gives out memory as it is touched, and growing would copy.
         self.columns = {
@@ -65,10 +64,6 @@ class Staging:
     @property
     def room(self) -> int:
         return self.capacity - self.n
-
-    @property
-    def n_bytes(self) -> int:
-        return self.n * self._row_bytes
 
     @property
     def is_empty(self) -> bool:

@@ -66,8 +66,7 @@ class Store:
         Args:
             name: What to call the stream; a unique id is added.
             commit_steps: Commit in the background whenever this many steps are staged; None: not by count.
-            commit_seconds: Commit in the background at least this often, and whenever much is staged that no commit
-                would split (whole episodes, 16 MiB); None: neither.
+            commit_seconds: Commit in the background at least this often; None: not by time.
             buffer_bytes: Bound of the memory for steps that are appended and not yet durable; reaching half of
                 it commits in the background, reaching all of it makes appends wait.
             rank: Rank of this writer, recorded with the stream.

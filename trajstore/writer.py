@@ -29,8 +29,6 @@ from trajstore.stream import StreamAppender, new_record
 
 _log = logging.getLogger(__name__)
 
-_EAGER_BYTES = 16 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class WriterOptions:
@@ -38,8 +36,7 @@ class WriterOptions:
 
     Args:
         commit_steps: Commit in the background whenever this many steps are staged; None: not by count.
-        commit_seconds: Commit in the background at least this often, and whenever much is staged that no commit
-                would split (whole episodes, 16 MiB); None: neither.
+        commit_seconds: Commit in the background at least this often; None: not by time.
         buffer_bytes: Bound of the memory for steps that are appended and not yet durable; reaching half of it
             commits in the background, reaching all of it makes appends wait.
         rank: Rank of this writer, recorded with the stream.
@@ -186,7 +183,6 @@ class Writer:
             self._counts["steps"] += n_steps
             self._end(env, end, has_final, values)
             self._commit_by_count()
-            self._commit_whole_episodes()
             return EpisodeKey(self.stream, episode)
 
     def append_rollout(
@@ -486,12 +482,6 @@ class Writer:
     def _commit_by_count(self) -> None:
         steps, staging = self._options.commit_steps, self._pipeline.staging
         if steps is not None and staging is not None and staging.n >= steps:
-            self._pipeline.hand_off_if_free()
-
-    def _commit_whole_episodes(self) -> None:
-        """Keep the disk busy: when only ended episodes are staged, committing early splits none of them."""
-        staging = self._pipeline.staging if self._options.commit_seconds is not None else None
-        if staging is not None and staging.n_bytes >= _EAGER_BYTES and not (self._lanes.episode >= 0).any():
             self._pipeline.hand_off_if_free()
 
     def _settle(self) -> Schema:
