@@ -194,7 +194,7 @@ def test_a_rollout_larger_than_the_buffer_is_refused_whole(url: str) -> None:
     }
     with store.writer(buffer_bytes=1000) as writer:
         with pytest.raises(
-            trajstore.DataError, match=r"one call appends 40 rows, .* takes 13 at a time; raise buffer"
+            trajstore.DataError, match=r"one call appends 40 rows, .* takes 7 at a time; raise buffer"
         ):
             writer.append_rollout(block)
         assert writer.stats()["steps"] == 0

@@ -7,7 +7,7 @@ import multiprocessing
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 
@@ -167,9 +167,8 @@ class StorageConformance:
 
     def test_exactly_one_of_many_storage_objects_wins_an_exclusive_put(self, storage: Storage) -> None:
         others = [self.reopen(storage) for _ in range(8)]
-        with _eager_threads():
-            for i in range(20):
-                _assert_one_winner(storage, f"round{i}/key", others)
+        for i in range(20):
+            _assert_one_winner(storage, f"round{i}/key", others)
 
     # ---- waves -------------------------------------------------------------------------------------
 
@@ -326,19 +325,10 @@ def _in_thread(function: Callable[[], object]) -> None:
         threads.submit(function).result()
 
 
-@contextlib.contextmanager
-def _eager_threads() -> Iterator[None]:
-    """Within the block threads take turns as often as the interpreter can, which brings races out."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
-
-
 def _assert_one_winner(storage: Storage, key: str, racers: list[Storage]) -> None:
-    start = threading.Barrier(len(racers))
+    before = sys.getswitchinterval()
+    # Once all have started, threads take turns as often as the interpreter can, which brings races out.
+    start = threading.Barrier(len(racers), action=lambda: sys.setswitchinterval(1e-6))
 
     def attempt(number: int) -> bool:
         start.wait(_JOIN_S)
@@ -348,7 +338,10 @@ def _assert_one_winner(storage: Storage, key: str, racers: list[Storage]) -> Non
             return False
         return True
 
-    with ThreadPoolExecutor(len(racers)) as threads:
-        has_won = list(threads.map(attempt, range(len(racers))))
+    try:
+        with ThreadPoolExecutor(len(racers)) as threads:
+            has_won = list(threads.map(attempt, range(len(racers))))
+    finally:
+        sys.setswitchinterval(before)
     assert sum(has_won) == 1, f"{sum(has_won)} of {len(racers)} racers won {key}"
     assert storage.get(key) == b"racer %d" % has_won.index(True)
