@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import trajstore
 from trajstore import DataError, Schema, Snapshot, StepPlacedError, Writer
 from trajstore.schema import flatten, nest
+from trajstore.staging import ROW_OVERHEAD_BYTES
 from trajstore.testing import strategies as ours
 from trajstore.testing.model import ModelStore, ModelWriter, ends_of
 
@@ -73,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.writers) < MAX_WRITERS)
     @rule()
     def open_writer(self) -> None:
-        row_bytes = self.schema.row_bytes + 32  # a row takes a little more than its values
+        row_bytes = self.schema.row_bytes + ROW_OVERHEAD_BYTES
         buffer_bytes = 2 * SMALL_ROWS * row_bytes if self.is_small else "8MiB"
         writer = self.store.writer(commit_seconds=None, buffer_bytes=buffer_bytes)
         self.writers.append((writer, self.model.writer(writer.stream)))
