@@ -136,7 +136,7 @@ def _compressors(codec: Codec, itemsize: int) -> list[Any]:
         return [ZstdCodec(level=codec.level), Crc32cCodec()]
     if codec.name == "blosc":
         blosc = BloscCodec(
-            typesize=itemsize,
+            typesize=codec.typesize or itemsize,
             cname=codec.cname,
             clevel=codec.level,
             shuffle=codec.shuffle,

@@ -1,5 +1,6 @@
 """trajstore: the replay buffer that is also an open dataset.
 
+reader                     batches of windows (not public yet), above starts, pager, windows, cache, index, rng
 store                      create, open
 snapshot                   an unchanging view of some commits
 writer                     append, commit

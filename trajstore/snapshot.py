@@ -117,6 +117,10 @@ class Snapshot:
         return EpisodeTable(names, self.parts(), self._schema, lambda s, a, b: readers[s].read_text(a, b))
 
     @property
+    def storage(self) -> Storage:
+        return self._storage
+
+    @property
     def names(self) -> list[str]:
         """Ids of the streams that handles name; the first are those that `readers` reads."""
         return list(self._positions())
@@ -191,7 +195,7 @@ class Snapshot:
         schema = self._schema
         assert schema is not None  # there is an episode, so there is a schema
         arrays: dict[str, Array] = {}
-        for path in _selected(schema, fields):
+        for path in selected_paths(schema, fields):
             last = end + 1 if has_final and end == n_steps and schema[path].final else end
             rows = self._read(f"steps/{path}", spans, start, last)
             arrays[path] = widen_bfloat16(rows) if schema[path].dtype == "bfloat16" else rows
@@ -268,7 +272,8 @@ def _first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
     return {record.id: max(record.first_row, marks.get(record.id, 0)) for record in records}
 
 
-def _selected(schema: Schema, fields: Iterable[str] | None) -> list[str]:
+def selected_paths(schema: Schema, fields: Iterable[str] | None) -> list[str]:
+    """Paths of the fields that these names, of fields or groups, stand for; all of them for None."""
     if fields is None:
         return list(schema)
     if isinstance(fields, str):

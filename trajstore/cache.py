@@ -1,0 +1,258 @@
+"""Decoded chunks on the device, paged like virtual memory.
+
+Every column has an arena of slots on the device and a page table that says which slot holds which page. Hit test,
+choice of victims and gather work on whole batches. A column that fits its share of the budget has a slot for every
+page and is addressed directly; once all of it is resident, a gather needs neither the table nor the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from trajstore.growing import Growing
+from trajstore.schema import Array, Field
+
+_ABSENT = -1
+
+
+@dataclass(slots=True)
+class CacheStats:
+    """What the cache has done so far; counts are of pages, times in seconds."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bytes_read: int = 0
+    bytes_decoded: int = 0
+    host_hits: int = 0
+    n_parts: int = (
+        0  # gathers that had to be assembled in parts, because a batch needed more pages than there are slots
+    )
+    n_syncs: int = 0  # gathers for which the host had to look at the addresses
+    seconds: dict[str, float] = field(default_factory=lambda: {"plan": 0.0, "load": 0.0, "gather": 0.0})
+
+
+class HostTier:
+    """Compressed chunks in RAM, least recently used first out, within a byte budget; thread-safe."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.nbytes = 0
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
+
+    def get(self, key: tuple[str, str, int]) -> bytes | None:
+        with self._lock:
+            data = self._chunks.get(key)
+            if data is not None:
+                self._chunks.move_to_end(key)
+            return data
+
+    def put(self, key: tuple[str, str, int], data: bytes) -> None:
+        if len(data) > self.budget:
+            return
+        with self._lock:
+            self.nbytes += len(data) - len(self._chunks.pop(key, b""))
+            self._chunks[key] = data
+            while self.nbytes > self.budget:
+                self.nbytes -= len(self._chunks.popitem(last=False)[1])
+
+    def drop(self, key: tuple[str, str, int]) -> None:
+        with self._lock:
+            self.nbytes -= len(self._chunks.pop(key, b""))
+
+
+# torch has few operations on these, so arenas hold their bits as signed numbers.
+UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def torch_dtypes(spec: Field) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype that an arena has, and the one its values are seen as."""
+    seen: torch.dtype = getattr(torch, spec.dtype)
+    return UNSIGNED.get(seen, seen), seen
+
+
+class Column:
+    """The pages of one column: an arena on the device, and which page lies in which slot.
+
+    Pages of all streams are numbered through; a stream that outgrows its range moves to a new one at the end.
+    """
+
+    def __init__(self, path: str, spec: Field, page_rows: int, device: torch.device) -> None:
+        self.path = path
+        self.page_rows = page_rows
+        self.row_shape = spec.shape
+        self.page_bytes = page_rows * spec.row_bytes
+        self._dtype, self._seen_as = torch_dtypes(spec)
+        self._storage_dtype = spec.storage_dtype
+        self._device = device
+        self._arena = torch.empty((0, page_rows, *spec.shape), dtype=self._dtype, device=device)
+        self._table = Growing(np.int64, device)  # page -> slot, or -1
+        self._row_base = Growing(np.int64, device)  # by source: rows before its first page
+        self._capacity: list[int] = []  # by source: pages in its range
+        self._n_rows: list[int] = []  # by source: rows known
+        self._slot_page = np.empty(0, np.int64)
+        self._slot_tick = np.empty(0, np.int64)
+        self._n_live = 0  # pages that hold rows
+        self.n_resident = 0
+        self._is_direct = True  # page i lies in slot i
+
+    @property
+    def n_pages(self) -> int:
+        return self._table.n
+
+    @property
+    def n_slots(self) -> int:
+        return len(self._slot_page)
+
+    @property
+    def is_complete(self) -> bool:
+        """Everything is resident and lies where its address says."""
+        return self._is_direct and self.n_resident == self._n_live
+
+    def set_rows(self, n_rows: Sequence[int]) -> None:
+        """Take note of how many rows each source has; part-filled pages that grew are forgotten."""
+        for source, n in enumerate(n_rows):
+            pages = -(-n // self.page_rows)
+            if source == len(self._capacity):
+                self._add_source(pages)
+            elif pages > self._capacity[source]:
+                self._extend(source, pages)
+            before = self._n_rows[source]
+            if before % self.page_rows and n > before:
+                self.forget(np.array([self._first_page(source) + before // self.page_rows]))
+            self._n_rows[source] = n
+        self._n_live = sum(-(-n // self.page_rows) for n in self._n_rows)
+
+    def _first_page(self, source: int) -> int:
+        return int(self._row_base.host[source]) // self.page_rows
+
+    def _add_source(self, pages: int) -> None:
+        self._row_base.rewrite(len(self._capacity), np.array([self.n_pages * self.page_rows]))
+        self._capacity.append(pages)
+        self._n_rows.append(0)
+        self._table.rewrite(self.n_pages, np.full(pages, _ABSENT))
+
+    def _extend(self, source: int, pages: int) -> None:
+        """Give a source room for more pages: in place if it is the last, else by moving it to the end."""
+        first, old = self._first_page(source), self._capacity[source]
+        room = max(pages, 2 * old)
+        if first + old == self.n_pages:
+            self._table.rewrite(self.n_pages, np.full(room - old, _ABSENT))
+        else:
+            slots = self._table.host[first : first + old].copy()
+            moved = np.append(slots, np.full(room - old, _ABSENT))
+            resident = np.flatnonzero(slots >= 0)
+            self._slot_page[slots[resident]] = self.n_pages + resident
+            self._is_direct = False
+            bases = self._row_base.host.copy()
+            bases[source] = self.n_pages * self.page_rows
+            self._row_base.rewrite(0, bases)
+            table = np.append(self._table.host, moved)
+            table[first : first + old] = _ABSENT
+            self._table.rewrite(0, table)
+        self._capacity[source] = room
+
+    def set_slots(self, n: int) -> None:
+        """Give the arena ``n`` slots; keeps what it holds where it can."""
+        if n == self.n_slots:
+            return
+        kept = min(n, self.n_slots)
+        arena = torch.empty((n, self.page_rows, *self.row_shape), dtype=self._dtype, device=self._device)
+        arena[:kept] = self._arena[:kept]
+        self.forget(self._slot_page[kept:][self._slot_page[kept:] >= 0])
+        self._arena = arena
+        self._slot_page = np.append(self._slot_page[:kept], np.full(n - kept, _ABSENT))
+        self._slot_tick = np.append(self._slot_tick[:kept], np.zeros(n - kept, np.int64))
+        self._is_direct = self._is_direct and n >= self.n_pages
+
+    def forget(self, pages: Array) -> None:
+        """Make pages absent; their slots are free."""
+        slots = self._table.host[pages]
+        resident = slots >= 0
+        self._slot_page[slots[resident]] = _ABSENT
+        self._slot_tick[slots[resident]] = 0
+        self._mark(pages[resident], np.full(int(resident.sum()), _ABSENT))
+        self.n_resident -= int(resident.sum())
+
+    def _mark(self, pages: Array, slots: Array) -> None:
+        self._table.put(pages, slots)
+
+    def missing(self, pages: Array) -> Array:
+        return pages[self._table.host[pages] < 0]
+
+    def touch(self, pages: Array, tick: int) -> None:
+        slots = self._table.host[pages]
+        self._slot_tick[slots[slots >= 0]] = tick
+
+    def claim(self, pages: Array) -> tuple[Array, int]:
+        """Slots for absent pages, free ones first, then those used longest ago; and how many were taken away."""
+        if self._is_direct:
+            return pages, 0
+        order = np.argpartition(self._slot_tick, len(pages) - 1)[: len(pages)]
+        victims = self._slot_page[order]
+        victims = victims[victims >= 0]
+        self.forget(victims)
+        return order, len(victims)
+
+    def settle(self, pages: Array, slots: Array, tick: int) -> None:
+        """Pages are in their slots now."""
+        self._slot_page[slots] = pages
+        self._slot_tick[slots] = tick
+        self._mark(pages, slots)
+        self.n_resident += len(pages)
+
+    def host_slots(self, slots: Array) -> list[Array] | None:
+        """Writable numpy views of slots, where the arena is host memory."""
+        if self._device.type != "cpu":
+            return None
+        host = self._as_numpy(self._arena)
+        return [host[slot] for slot in slots]
+
+    def stage(self, n: int) -> tuple[torch.Tensor, list[Array]]:
+        """A host block of ``n`` pages (pinned for CUDA) and numpy views of them, to be filled and uploaded."""
+        pin = self._device.type == "cuda"
+        block = torch.empty((n, self.page_rows, *self.row_shape), dtype=self._dtype, pin_memory=pin)
+        return block, list(self._as_numpy(block))
+
+    def _as_numpy(self, block: torch.Tensor) -> Array:
+        bits = block.view(torch.int16) if self._dtype is torch.bfloat16 else block
+        return bits.numpy().view(self._storage_dtype)
+
+    def upload(self, slots: Array, block: torch.Tensor) -> None:
+        index = torch.from_numpy(slots).to(self._device, non_blocking=True)
+        self._arena.index_copy_(0, index, block.to(self._device, non_blocking=True))
+
+    def locate(self, pages: Array) -> tuple[Array, Array]:
+        """For each page, its source and its number within the source."""
+        bases = self._row_base.host // self.page_rows
+        order = np.argsort(bases)
+        source = order[np.searchsorted(bases[order], pages, side="right") - 1]
+        return source, pages - bases[source]
+
+    def addresses(self, source: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Rows counted through over all sources."""
+        if self._row_base.n == 1:
+            return row
+        return row + self._row_base.device[source]
+
+    def gather(self, address: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Values at resident addresses (flat), as ``[len(address), *row_shape]``."""
+        if not self.is_complete:
+            page = address.div(self.page_rows, rounding_mode="floor")
+            address = self._table.device[page] * self.page_rows + (address - page * self.page_rows)
+        flat = self._arena.view(-1, *self.row_shape)
+        if out is None:
+            return torch.index_select(flat, 0, address).view(self._seen_as)
+        torch.index_select(flat, 0, address, out=out.view(self._dtype))
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_slots * self.page_bytes

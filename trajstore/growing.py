@@ -1,0 +1,66 @@
+"""Arrays that grow at the end, on the host and on a device at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.schema import Array
+
+_FIRST = 64
+
+
+class Growing:
+    """A one-dimensional array with amortised appends; the host copy and the device copy are always alike.
+
+    On the CPU both are the same memory.
+    """
+
+    def __init__(self, dtype: Any, device: torch.device) -> None:
+        self._host = np.empty(_FIRST, dtype)
+        self._device = device
+        self._is_shared = device.type == "cpu"
+        self._mirror = self._mirrored()
+        self.n = 0
+
+    def _mirrored(self) -> torch.Tensor:
+        tensor = torch.from_numpy(self._host)
+        return tensor if self._is_shared else tensor.to(self._device)
+
+    @property
+    def host(self) -> Array:
+        """A view of the values; valid until the next change."""
+        return self._host[: self.n]
+
+    @property
+    def device(self) -> torch.Tensor:
+        """A view of the values on the device; valid until the next change."""
+        return self._mirror[: self.n]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.n * self._host.itemsize)
+
+    def put(self, where: Array, values: Array) -> None:
+        """Change values in place."""
+        self._host[where] = values
+        if not self._is_shared:
+            index = torch.from_numpy(np.ascontiguousarray(where)).to(self._device)
+            self._mirror[index] = torch.from_numpy(self._host[where]).to(self._device)
+
+    def rewrite(self, start: int, values: Array) -> None:
+        """Replace everything from ``start`` on."""
+        stop = start + len(values)
+        if stop > len(self._host):
+            grown = np.empty(max(stop, 2 * len(self._host)), self._host.dtype)
+            grown[:start] = self._host[:start]
+            self._host = grown
+            self._host[start:stop] = values
+            self._mirror = self._mirrored()
+        else:
+            self._host[start:stop] = values
+            if not self._is_shared:
+                self._mirror[start:stop] = torch.from_numpy(self._host[start:stop])
+        self.n = stop

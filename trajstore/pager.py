@@ -1,0 +1,270 @@
+"""Fills the arenas: what a batch misses is planned at once, fetched once, decoded in threads."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trajstore.cache import UNSIGNED, CacheStats, Column, HostTier
+from trajstore.schema import Array, Schema
+from trajstore.storage import Storage
+from trajstore.stream import StreamReader
+
+_MIN_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Rows of one column: stream numbers and rows, of shapes that broadcast."""
+
+    path: str
+    source: torch.Tensor
+    row: torch.Tensor
+
+
+class ChunkCache:
+    """Columns on the device within one byte budget, a tier of compressed chunks behind them.
+
+    Not thread-safe: the reader that owns it holds a lock.
+
+    Args:
+        schema: The fields.
+        device: Where arenas live.
+        budget: Bytes for all arenas together.
+        host_budget: Bytes for compressed chunks in RAM.
+        storage: Lends its threads.
+    """
+
+    def __init__(
+        self, schema: Schema, device: torch.device, budget: int, host_budget: int, storage: Storage
+    ) -> None:
+        self.stats = CacheStats()
+        self.tier = HostTier(host_budget)
+        self._schema = schema
+        self._device = device
+        self._budget = budget
+        self._storage = storage
+        self._readers: list[StreamReader | None] = []
+        self._columns: dict[str, Column] = {}
+        self._tick = 0
+
+    def set_sources(self, readers: Sequence[StreamReader | None]) -> None:
+        """Take over the newest readers, by source number; pages whose rows changed are dropped."""
+        self._drop_stale_tails(readers)
+        self._readers = list(readers)
+        present = [reader for reader in readers if reader is not None]
+        for path, spec in self._schema.fields.items():
+            page_rows = math.gcd(*(reader.record.layouts[f"steps/{path}"].chunk_rows for reader in present)) or 1
+            column = self._columns.get(path)
+            if column is None or column.page_rows != page_rows:
+                column = self._columns[path] = Column(path, spec, page_rows, self._device)
+            column.set_rows([reader.record.rows if reader else 0 for reader in readers])
+        self._share_budget()
+
+    def _drop_stale_tails(self, readers: Sequence[StreamReader | None]) -> None:
+        for old, new in zip(self._readers, readers, strict=False):
+            if old is None or new is None or old.record.rows == new.record.rows:
+                continue
+            for path in self._schema.fields:
+                chunk, filled = divmod(old.record.rows, old.record.layouts[f"steps/{path}"].chunk_rows)
+                if filled:
+                    self.tier.drop((old.record.id, path, chunk))
+
+    def _share_budget(self) -> None:
+        """Small columns first, whole; what is left goes to the others in proportion to their size."""
+        left = self._budget
+        columns = sorted(self._columns.values(), key=lambda c: c.n_pages * c.page_bytes)
+        for i, column in enumerate(columns):
+            rest = columns[i:]
+            if column.n_pages * column.page_bytes <= left:
+                slots = column.n_pages
+            else:
+                share = left * (column.n_pages * column.page_bytes) // sum(c.n_pages * c.page_bytes for c in rest)
+                slots = min(column.n_pages, max(_MIN_SLOTS, share // column.page_bytes))
+            column.set_slots(slots)
+            left -= slots * column.page_bytes
+
+    def resize(self, budget: int) -> None:
+        self._budget = budget
+        self._share_budget()
+
+    def is_complete(self, path: str) -> bool:
+        return self._columns[path].is_complete
+
+    @property
+    def nbytes(self) -> int:
+        return sum(column.nbytes for column in self._columns.values())
+
+    def gather(self, wanted: Mapping[str, Wanted], outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Values of rows, each as ``[*row.shape, *field shape]``; everything missing is loaded in one wave."""
+        start = time.perf_counter()
+        addresses = {key: self._columns[w.path].addresses(w.source, w.row).reshape(-1) for key, w in wanted.items()}
+        self._tick += 1
+        parted = self._make_resident(wanted, addresses)
+        planned = time.perf_counter()
+        results = {}
+        for key, address in addresses.items():
+            column = self._columns[wanted[key].path]
+            shape = (*wanted[key].row.shape, *column.row_shape)
+            out = outs[key].view(-1, *column.row_shape) if key in outs else None
+            if column.path in parted:
+                results[key] = self._gather_in_parts(column, address, out).view(shape)
+            else:
+                results[key] = column.gather(address, out).view(shape)
+        self.stats.seconds["gather"] += time.perf_counter() - planned
+        self.stats.seconds["plan"] += planned - start
+        return results
+
+    def _make_resident(self, wanted: Mapping[str, Wanted], addresses: Mapping[str, torch.Tensor]) -> set[str]:
+        """Load what is missing; returns the columns that have too few slots for the batch."""
+        pages: dict[str, list[Array]] = {}
+        for key, address in addresses.items():
+            column = self._columns[wanted[key].path]
+            if not column.is_complete:
+                pages.setdefault(column.path, []).append(address.cpu().numpy() // column.page_rows)
+        if not pages:
+            return set()
+        self.stats.n_syncs += 1
+        parted: set[str] = set()
+        load: list[tuple[Column, Array]] = []
+        for path, found in pages.items():
+            column, distinct = self._columns[path], np.unique(np.concatenate(found))
+            if len(distinct) > column.n_slots:
+                parted.add(path)
+                continue
+            missing = column.missing(distinct)
+            self.stats.hits += len(distinct) - len(missing)
+            column.touch(distinct, self._tick)
+            if len(missing):
+                load.append((column, missing))
+        self._load(load)
+        return parted
+
+    def _gather_in_parts(self, column: Column, address: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """Assemble a batch that needs more pages than there are slots, some pages at a time."""
+        self.stats.n_parts += 1
+        page_of = address.cpu().numpy() // column.page_rows
+        pages = np.unique(page_of)
+        result = out
+        for first in range(0, len(pages), column.n_slots):
+            part = pages[first : first + column.n_slots]
+            self._tick += 1
+            column.touch(part, self._tick)
+            missing = column.missing(part)
+            self.stats.hits += len(part) - len(missing)
+            if len(missing):
+                self._load([(column, missing)])
+            chosen = torch.from_numpy(np.flatnonzero(np.isin(page_of, part))).to(self._device)
+            values = column.gather(address[chosen], None)
+            if result is None:
+                result = values.new_empty((len(address), *column.row_shape))
+            _index_copy(result, chosen, values)
+        assert result is not None
+        return result
+
+    def _load(self, load: Sequence[tuple[Column, Array]]) -> None:
+        """Fetch, decode and place absent pages of several columns in one wave."""
+        start = time.perf_counter()
+        claims = []
+        for column, pages in load:
+            slots, n_evicted = column.claim(pages)
+            self.stats.misses += len(pages)
+            self.stats.evictions += n_evicted
+            claims.append(_Claim(column, pages, slots))
+        jobs = [job for claim in claims for job in claim.jobs(self._readers)]
+        n_parts = min(len(jobs), self._storage.n_threads)
+        # One task a thread: a chunk takes some fifty microseconds, a future costs as much.
+        self._storage.map(lambda k: self._do_all(jobs[k::n_parts]), range(n_parts))
+        for claim in claims:
+            claim.settle(self._tick)
+        self.stats.seconds["load"] += time.perf_counter() - start
+
+    def _do_all(self, jobs: Sequence[_Job]) -> None:
+        for job in jobs:
+            self._do(job)
+
+    def _do(self, job: _Job) -> None:
+        """Fetch one chunk and decode it to where its pages belong."""
+        record = job.reader.record
+        key = (record.id, job.path, job.chunk)
+        data = self.tier.get(key)
+        if data is None:
+            data = job.reader.chunk_bytes(f"steps/{job.path}", job.chunk)
+            self.tier.put(key, data)
+            self.stats.bytes_read += len(data)
+        else:
+            self.stats.host_hits += 1
+        job.decode(data)
+        self.stats.bytes_decoded += job.nbytes
+
+
+def _index_copy(result: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """index_copy_ for dtypes that torch has it for, by their bits for the others."""
+    if result.dtype in UNSIGNED:
+        result, values = result.view(UNSIGNED[result.dtype]), values.view(UNSIGNED[values.dtype])
+    result.index_copy_(0, index, values)
+
+
+class _Claim:
+    """Absent pages of one column and the slots they get."""
+
+    def __init__(self, column: Column, pages: Array, slots: Array) -> None:
+        self._column = column
+        self._pages = pages
+        self._slots = slots
+        self._staged: torch.Tensor | None = None
+
+    def jobs(self, readers: Sequence[StreamReader | None]) -> list[_Job]:
+        """One job a chunk; pages of one chunk are decoded together."""
+        column = self._column
+        views = column.host_slots(self._slots)
+        if views is None:
+            self._staged, views = column.stage(len(self._pages))
+        source, page = column.locate(self._pages)
+        jobs: dict[tuple[int, int], _Job] = {}
+        for view, s, p in zip(views, source.tolist(), page.tolist(), strict=True):
+            reader = readers[s]
+            assert reader is not None  # its rows are in the index
+            layout = reader.record.layouts[f"steps/{column.path}"]
+            pages_per_chunk = layout.chunk_rows // column.page_rows
+            chunk, part = divmod(p, pages_per_chunk)
+            job = jobs.get((s, chunk))
+            if job is None:
+                job = jobs[s, chunk] = _Job(reader, column.path, chunk, pages_per_chunk, [])
+            job.targets.append((part, view))
+        return list(jobs.values())
+
+    def settle(self, tick: int) -> None:
+        if self._staged is not None:
+            self._column.upload(self._slots, self._staged)
+        self._column.settle(self._pages, self._slots, tick)
+
+
+@dataclass(slots=True)
+class _Job:
+    """One chunk to fetch, and the page views it fills."""
+
+    reader: StreamReader
+    path: str
+    chunk: int
+    pages_per_chunk: int
+    targets: list[tuple[int, Array]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.pages_per_chunk * int(self.targets[0][1].nbytes)
+
+    def decode(self, data: bytes) -> None:
+        first = self.targets[0][1]
+        if self.pages_per_chunk == 1:
+            self.reader.decode_chunk(f"steps/{self.path}", self.chunk, data, first)
+            return
+        block = np.empty((self.pages_per_chunk, *first.shape), first.dtype)
+        self.reader.decode_chunk(f"steps/{self.path}", self.chunk, data, block)
+        for part, view in self.targets:
+            view[...] = block[part]

@@ -1,0 +1,164 @@
+"""What a window is: which steps around a start belong to it, and which starts an episode has.
+
+Everything here is arithmetic on positions. A position counts an episode's stored steps from 0; a window starts at
+its first *learning* step, and its steps lie at ``start + stride * (-burn_in ... length + bootstrap - 1)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeVar, get_args
+
+import numpy as np
+import torch
+
+from trajstore.index import HAS_FINAL, TERMINATED
+from trajstore.schema import Array
+
+Boundary = Literal["strict", "pad_left", "pad_right", "pad_both", "short"]
+Weight = Literal["window", "step", "episode"]
+Pad = Literal["repeat", "zero"]
+A = TypeVar("A", Array, torch.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Which windows to draw, and what comes with them.
+
+    Args:
+        length: Steps to learn from.
+        burn_in: Steps before them, to warm up a recurrent state.
+        bootstrap: Steps after them, to bootstrap from.
+        stride: Distance between neighbouring steps of a window.
+        boundary: What the ``length`` part does at the ends of an episode. ``strict``: it lies inside.
+            ``pad_left``, ``pad_right``, ``pad_both``: it may stick out there, as long as one step is inside.
+            ``short``: like strict, but an episode too short for that is taken whole and padded.
+        strict_context: Whether burn-in and bootstrap must lie inside as well; otherwise they are padded and masked.
+        pad: What stands where there is no step: the nearest one (``repeat``), zeros (``zero``) or a number.
+        weight: What is drawn uniformly: a ``window``; a ``step`` (an episode in proportion to its steps, then a
+            start in it); or an ``episode`` (then a start in it).
+        fields: Fields or groups to read; all by default.
+        offsets: Fields to stack on a further axis, with the steps to take relative to each step of the window:
+            ``(("observation", (-3, -2, -1, 0)),)`` for frame stacks.
+        next_fields: Fields to return also as they are after the transition, under ``next``.
+        n_step: Sum rewards over so many steps, or over a number drawn from an inclusive range for each window.
+        gamma: Discount for ``n_step``.
+    """
+
+    length: int = 1
+    burn_in: int = 0
+    bootstrap: int = 0
+    stride: int = 1
+    boundary: Boundary = "strict"
+    strict_context: bool = False
+    pad: Pad | float = "repeat"
+    weight: Weight = "window"
+    fields: tuple[str, ...] | None = None
+    offsets: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    next_fields: tuple[str, ...] = ()
+    n_step: int | tuple[int, int] | None = None
+    gamma: float = 0.99
+
+    def __post_init__(self) -> None:
+        for name, low in (("length", 1), ("burn_in", 0), ("bootstrap", 0), ("stride", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name}: expected an integer of at least {low}, got {value!r}")
+        for name, allowed in (("boundary", get_args(Boundary)), ("weight", get_args(Weight))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        self._check_rest()
+
+    def _check_rest(self) -> None:
+        if isinstance(self.pad, str) and self.pad not in get_args(Pad):
+            raise ValueError(f"pad: expected 'repeat', 'zero' or a number, got {self.pad!r}")
+        if self.strict_context and self.boundary != "strict":
+            raise ValueError(f"strict_context goes with boundary='strict', got {self.boundary!r}")
+        low, high = self.n_range if self.n_step is not None else (1, 1)
+        if not 1 <= low <= high:
+            raise ValueError(f"n_step: expected a positive number or a rising pair of them, got {self.n_step!r}")
+        if not 0.0 <= self.gamma <= 1.0:
+            raise ValueError(f"gamma: expected a number from 0 to 1, got {self.gamma!r}")
+
+    @property
+    def n_range(self) -> tuple[int, int]:
+        """Smallest and largest n of the n-step return."""
+        if isinstance(self.n_step, tuple):
+            return self.n_step
+        n = 1 if self.n_step is None else self.n_step
+        return n, n
+
+    @property
+    def size(self) -> int:
+        """Steps in a window, all parts together."""
+        return self.burn_in + self.length + self.bootstrap
+
+    @property
+    def reach(self) -> int:
+        """Distance from the first to the last learning step."""
+        return (self.length - 1) * self.stride
+
+    @property
+    def needs_next(self) -> bool:
+        """Whether a learning step must have a successor to learn from."""
+        return bool(self.next_fields) or self.n_step is not None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether every step of every window exists, so that nothing needs padding."""
+        return self.boundary == "strict" and (self.strict_context or not (self.burn_in or self.bootstrap))
+
+    @property
+    def lead(self) -> int:
+        """Steps that must exist before a start."""
+        return self.burn_in * self.stride if self.strict_context else 0
+
+    def n_starts(self, n: A) -> A:
+        """How many starts an episode of ``n`` usable steps has, elementwise."""
+        if self.boundary == "strict":
+            outside = (self.burn_in + self.bootstrap) * self.stride if self.strict_context else 0
+            return (n - (self.reach + outside)).clip(0)
+        if self.boundary == "short":
+            whole: A = (n - self.reach).clip(1) * (n > 0)
+            return whole
+        if self.boundary == "pad_both":
+            both: A = n + (self.length - 1) * n.clip(max=self.stride)
+            return both
+        return n
+
+    def start(self, offset: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        """The position of an episode's start number ``offset``."""
+        if self.boundary == "pad_left":
+            return offset - self.reach
+        if self.boundary == "pad_both":
+            # Starts before the episode come in groups of a stride; of each, only those that meet a step.
+            group = n.clip(max=self.stride)
+            n_before = (self.length - 1) * group
+            before = offset.div(group, rounding_mode="floor") * self.stride + offset % group - self.reach
+            return torch.where(offset < n_before, before, offset - n_before)
+        return offset + self.lead
+
+
+def usable_steps(lengths: A, flags: A, spec: Windows, reward_with_observation: bool) -> A:
+    """Steps that a window may learn from: all, or those that have a successor where the window asks for it.
+
+    The last step of a terminated episode needs no successor; that of an episode which was truncated or cut without
+    a final row, or is still open, has none to bootstrap from. Rewards that arrive with the next observation are
+    lost with it, also at termination.
+    """
+    if not spec.needs_next:
+        return lengths
+    good = HAS_FINAL if reward_with_observation else HAS_FINAL | TERMINATED
+    usable: A = lengths - 1 + ((flags & good) != 0)
+    return usable
+
+
+def relative(spec: Windows, device: torch.device) -> torch.Tensor:
+    """Positions of a window's steps relative to its start."""
+    return torch.arange(-spec.burn_in, spec.length + spec.bootstrap, device=device) * spec.stride
+
+
+def starts_before(spec: Windows, n: int, position: int) -> int:
+    """How many of an episode's starts lie before a position."""
+    first = -spec.reach if spec.boundary in ("pad_left", "pad_both") else spec.lead
+    return int(np.clip(position - first, 0, int(spec.n_starts(np.asarray(n)))))
