@@ -121,7 +121,7 @@ def test_keys_do_not_shift_when_older_streams_grow(url: str) -> None:
 
 def test_a_writer_whose_inferred_schema_differs_is_refused_before_its_first_commit(place: Any) -> None:
     store = trajstore.create(place.url, **place.kwargs)
-    first, second = store.writer("a"), store.writer("b")
+    first, second = store.writer("a"), store.writer("b", commit_seconds=None)
     first.append({"x": 1})
     second.append({"x": 1.0})
     first.commit()

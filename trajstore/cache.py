@@ -54,12 +54,13 @@ class HostTier:
                 self._chunks.move_to_end(key)
             return data
 
-    def put(self, key: tuple[str, str, int], data: bytes) -> None:
+    def put(self, key: tuple[str, str, int], data: memoryview) -> None:
+        """Keep a copy."""
         if len(data) > self.budget:
             return
         with self._lock:
             self.nbytes += len(data) - len(self._chunks.pop(key, b""))
-            self._chunks[key] = data
+            self._chunks[key] = bytes(data)
             while self.nbytes > self.budget:
                 self.nbytes -= len(self._chunks.popitem(last=False)[1])
 

@@ -52,6 +52,7 @@ class ChunkCache:
         self._readers: list[StreamReader | None] = []
         self._columns: dict[str, Column] = {}
         self._tick = 0
+        self._buffers: list[bytearray] = []  # what encoded chunks are read into, one for each thread at work
 
     def set_sources(self, readers: Sequence[StreamReader | None]) -> None:
         """Take over the newest readers, by source number; pages whose rows changed are dropped."""
@@ -185,21 +186,24 @@ class ChunkCache:
         self.stats.seconds["load"] += time.perf_counter() - start
 
     def _do_all(self, jobs: Sequence[_Job]) -> None:
+        buffer = self._buffers.pop() if self._buffers else bytearray()
         for job in jobs:
-            self._do(job)
+            self._do(job, buffer)
+        self._buffers.append(buffer)
 
-    def _do(self, job: _Job) -> None:
+    def _do(self, job: _Job, buffer: bytearray) -> None:
         """Fetch one chunk and decode it to where its pages belong."""
         record = job.reader.record
         key = (record.id, job.path, job.chunk)
-        data = self.tier.get(key)
-        if data is None:
-            data = job.reader.chunk_bytes(f"steps/{job.path}", job.chunk)
-            self.tier.put(key, data)
-            self.stats.bytes_read += len(data)
-        else:
+        kept = self.tier.get(key)
+        if kept is not None:
             self.stats.host_hits += 1
-        job.decode(data)
+            job.decode(kept)
+        else:
+            data = job.reader.chunk(f"steps/{job.path}", job.chunk, buffer)
+            self.stats.bytes_read += len(data)
+            self.tier.put(key, data)
+            job.decode(data)
         self.stats.bytes_decoded += job.nbytes
 
 
@@ -259,7 +263,7 @@ class _Job:
     def nbytes(self) -> int:
         return self.pages_per_chunk * int(self.targets[0][1].nbytes)
 
-    def decode(self, data: bytes) -> None:
+    def decode(self, data: bytes | memoryview) -> None:
         first = self.targets[0][1]
         if self.pages_per_chunk == 1:
             self.reader.decode_chunk(f"steps/{self.path}", self.chunk, data, first)

@@ -67,14 +67,16 @@ class StreamReader:
         else:
             _copy_chunk(layout, index, self._load(path, layout, index), out, start)
 
-    def chunk_bytes(self, path: str, index: int) -> bytes:
-        """One chunk as it is stored, still encoded."""
+    def chunk(self, path: str, index: int, buffer: bytearray) -> memoryview:
+        """One chunk as it is stored, still encoded; valid until ``buffer`` is used again."""
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
-            return self._chunk_bytes(path, layout, index)
+            if layout.shard_rows is None:
+                return self._storage.get_into(f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}", buffer)
+            return memoryview(self._chunk_bytes(path, layout, index))
 
-    def decode_chunk(self, path: str, index: int, data: bytes, out: Array) -> None:
-        """Decode what `chunk_bytes` gave into a contiguous block of a chunk's size."""
+    def decode_chunk(self, path: str, index: int, data: bytes | memoryview, out: Array) -> None:
+        """Decode what `chunk` gave into a contiguous block of a chunk's size."""
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
             layout.decode(data, out)

@@ -49,6 +49,10 @@ class Storage:
         """The object's bytes; FileNotFoundError where there is none."""
         raise NotImplementedError
 
+    def get_into(self, key: str, buffer: bytearray) -> memoryview:
+        """The object's bytes; read into ``buffer`` (made longer if need be) where the backend can."""
+        return memoryview(self.get(key))
+
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         raise NotImplementedError
 

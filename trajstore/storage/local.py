@@ -47,6 +47,20 @@ class LocalStorage(Storage):
         with self._translated("read", key), open(self._path(key), "rb", buffering=0) as file:
             return _read_all(file)
 
+    def get_into(self, key: str, buffer: bytearray) -> memoryview:
+        with self._translated("read", key):
+            descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            try:
+                size = os.fstat(descriptor).st_size
+                if size > len(buffer):
+                    buffer.extend(bytes(size - len(buffer)))
+                view = memoryview(buffer)[:size]
+                if os.readv(descriptor, [view]) != size:
+                    raise OSError(errno.EIO, "read fewer bytes than the file has")
+                return view
+            finally:
+                os.close(descriptor)
+
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         with self._translated("read", key), open(self._path(key), "rb", buffering=0) as file:
             return os.pread(file.fileno(), stop - start, start)
