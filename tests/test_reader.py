@@ -327,7 +327,7 @@ def test_bad_windows_are_refused() -> None:
         reader.sample(4, Windows(fields=("pixels",)))
     with pytest.raises(ValueError, match="batch_size: expected a positive integer, got 0"):
         reader.sample(0, Windows())
-    with pytest.raises(trajstore.DataError, match=r"no episode has 64 usable steps, .* the longest has"):
+    with pytest.raises(trajstore.DataError, match=r"no episode has 64 usable steps, .* the longest of all has"):
         reader.sample(4, Windows(length=64))
     assert len(reader.sample(4, Windows())["index"]) == 4
 
@@ -336,3 +336,65 @@ def test_an_empty_store_says_so() -> None:
     reader = Reader(trajstore.create("memory://empty-reader"))
     with pytest.raises(trajstore.DataError, match="is empty: nothing is committed"):
         reader.sample(4, Windows())
+
+
+def test_only_chosen_episodes_are_drawn() -> None:
+    store, episodes = small_store("where")
+    reader, spec = Reader(store), Windows(length=2)
+
+    def long(table: trajstore.EpisodeTable) -> Array:
+        return table["length"] > 15
+
+    batch = reader.sample(500, spec, where=long)
+    assert {int(n) for n in batch["obs"][:, 0, 0]} == {e.number for e in episodes if e.n > 15}
+    with pytest.raises(trajstore.DataError, match="no episode that the restrictions allow has 2 usable steps"):
+        reader.sample(4, spec, where=lambda table: table["length"] > 1000)
+    with pytest.raises(trajstore.DataError, match="where: expected 40 bools, one an episode, got int64"):
+        reader.sample(4, spec, where=lambda table: table["length"])
+
+
+@given(layouts(), windows(), st.integers(1, 40))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_recent_windows_start_within_the_last_steps(layout: Any, spec: Windows, n: int) -> None:
+    episodes, chunks, n_commits, seed = layout
+    store = trajstore.create(f"memory://recent-{np.random.default_rng().integers(1 << 60)}", schema(chunks))
+    fill(store, episodes, np.random.default_rng(seed), n_commits)
+    store.refresh()
+    reader = Reader(store, seed=seed)
+    index = reader._index
+    order = [(int(index.episode.host[i]), int(index.lengths()[i])) for i in range(index.n)]
+    left, allowed = n, set()
+    for episode, length in reversed(order):
+        allowed |= {(episode, t) for t in range(max(0, length - left), length)} if left > 0 else set()
+        left -= length
+    if spec.weight != "window":
+        return
+    try:
+        batch = reader.sample(50, spec, recent_steps=n)
+    except trajstore.DataError:
+        return
+    for _, episode, t in batch["index"].tolist():
+        assert (episode, t) in allowed or t == 0
+
+
+def test_recent_episodes_are_the_last_that_arrived() -> None:
+    store, _ = small_store("recent-episodes")
+    reader = Reader(store)
+    last = set(reader._index.episode.host[-5:].tolist())
+    drawn = set(reader.sample(400, Windows(), recent_episodes=5)["index"][:, 1].tolist())
+    assert drawn == last
+
+
+def test_windows_can_be_asked_for_by_index() -> None:
+    store, _ = small_store("at")
+    reader, spec = Reader(store), Windows(length=4, n_step=2)
+    batch = reader.sample(32, spec)
+    again = reader.at(batch["index"], spec)
+    assert torch.equal(again["obs"], batch["obs"])
+    assert torch.equal(again["n_step"]["return"], batch["n_step"]["return"])
+    with pytest.raises(
+        trajstore.EpisodeNotFoundError, match=r"index \[0, 999, 0\]: this reader has no such episode"
+    ):
+        reader.at(torch.tensor([[0, 999, 0]]), spec)
+    with pytest.raises(trajstore.EpisodeNotFoundError, match="no window can start at that step"):
+        reader.at(torch.tensor([[0, 0, 999]]), spec)

@@ -101,6 +101,11 @@ class EpisodeTable:
             raise KeyError(f"no episode column {name!r}; there are {', '.join(self.columns)}")
         return self._declared(name, self._schema)
 
+    @property
+    def stream_positions(self) -> Array:
+        """By row, the position of its stream among the streams of the snapshot."""
+        return self._of_last("stream")
+
     def _of_last(self, name: str) -> Array:
         column: Array = self._spans[name][self._last]
         return column

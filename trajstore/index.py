@@ -48,6 +48,7 @@ class EpisodeIndex:
         self.n = self.n_closed = self.version = self.generation = 0
         self._n_closed_spans = 0
         self.logical = Growing(np.int64, device)  # first row of each episode, counted through; one more at the end
+        self.step_sums = Growing(np.int64, device)  # steps up to and including each episode
         self.flags = Growing(np.uint8, device)
         self.stream = Growing(np.int32, device)
         self.episode = Growing(np.int64, device)
@@ -60,6 +61,7 @@ class EpisodeIndex:
         self._seen: dict[str, int] = {}  # spans taken, by stream
         self._carried: dict[str, Array] | None = None  # spans of the open episodes
         self._signature: object = None
+        self._order: tuple[int, Array] = (-1, np.empty(0, np.int64))  # version, entries by (stream, episode)
         self.numbers: dict[str, int] = {}  # of streams, by id
 
     def update(self, snapshot: Snapshot) -> None:
@@ -114,6 +116,8 @@ class EpisodeIndex:
         n_rows = joined.n_rows[chosen]
         before = int(self.logical.host[at])
         self.logical.rewrite(at + 1, before + np.cumsum(n_rows))
+        steps_before = int(self.step_sums.host[at - 1]) if at else 0
+        self.step_sums.rewrite(at, steps_before + np.cumsum(n_rows - s["has_final"][last]))
         end = s["end"][last]
         flags = s["has_final"][last] * HAS_FINAL + (end == End.TERMINATED) * TERMINATED
         flags = flags + (end == End.TRUNCATED) * TRUNCATED + (end == End.OPEN) * OPEN
@@ -141,7 +145,7 @@ class EpisodeIndex:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.logical, self.flags, self.stream, self.episode, self.t_base, self.env)
+        arrays = (self.logical, self.step_sums, self.flags, self.stream, self.episode, self.t_base, self.env)
         return sum(a.nbytes for a in (*arrays, self.span_logical, self.span_row, self.span_source))
 
     def lengths(self, start: int = 0) -> Array:
@@ -149,6 +153,18 @@ class EpisodeIndex:
         rows = np.diff(self.logical.host[start : self.n + 1])
         lengths: Array = rows - (self.flags.host[start : self.n] & HAS_FINAL)
         return lengths
+
+    def find(self, stream: Array, episode: Array) -> Array:
+        """Entries of episodes by stream number and episode; -1 for those that are not here."""
+        if self._order[0] != self.version:
+            self._order = self.version, np.lexsort((self.episode.host, self.stream.host))
+        order = self._order[1]
+        known = _pairs(self.stream.host[order], self.episode.host[order])
+        wanted = _pairs(stream, episode)
+        at = np.searchsorted(known, wanted)
+        found = np.minimum(at, max(0, len(known) - 1))
+        is_here = (at < len(known)) & (known[found] == wanted) if len(known) else np.zeros(len(at), bool)
+        return np.where(is_here, order[found] if len(order) else 0, -1)
 
     def rows(self, entry: torch.Tensor, position: torch.Tensor) -> Rows:
         """Rows of steps: of episodes ``entry`` [B], at ``position`` [B, ...] from their first stored row."""
@@ -160,6 +176,13 @@ class EpisodeIndex:
         span = torch.searchsorted(self.span_logical.device, logical, right=True).sub_(1)
         row = self.span_row.device[span] + (logical - self.span_logical.device[span])
         return Rows(self.span_source.device[span], row)
+
+
+def _pairs(stream: Array, episode: Array) -> Array:
+    """(stream, episode) as one value that sorts like the pair."""
+    pairs = np.empty(len(stream), [("stream", np.int64), ("episode", np.int64)])
+    pairs["stream"], pairs["episode"] = stream, episode
+    return pairs
 
 
 def _is_special(part: StreamSpans) -> bool:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from trajstore.errors import DataError
+from trajstore.episodes import EpisodeTable
+from trajstore.errors import DataError, EpisodeNotFoundError
 from trajstore.index import HAS_FINAL, MARK, OPEN, TERMINATED, TRUNCATED, EpisodeIndex
 from trajstore.pager import ChunkCache, Wanted
 from trajstore.rng import Counter
-from trajstore.schema import Schema, nest
+from trajstore.schema import Array, Schema, nest
 from trajstore.sizes import parse_bytes
 from trajstore.snapshot import Snapshot, selected_paths
 from trajstore.starts import Draw, Starts
 from trajstore.store import Store
 from trajstore.windows import Windows, relative
 
+_MAX_KINDS = 64  # of windows and restrictions whose sums are kept
+
 Batch = dict[str, Any]
+Where = Callable[[EpisodeTable], Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Reader:
         self._lock = threading.RLock()
         self._rng = Counter(seed)
         self._index = EpisodeIndex(self._device)
-        self._starts: dict[Windows, Starts] = {}
+        self._starts: dict[tuple[Windows, Where | None], Starts] = {}
         self._relative: dict[Windows, torch.Tensor] = {}  # positions of a window's steps from its start
         self._is_learning: dict[Windows, torch.Tensor] = {}  # which of them belong to the length part
         self._cache: ChunkCache | None = None
@@ -107,12 +112,25 @@ class Reader:
         with self._lock:
             return self._starts_of(windows).total
 
-    def sample(self, batch_size: int, windows: Windows, *, out: Mapping[str, Any] | None = None) -> Batch:
+    def sample(
+        self,
+        batch_size: int,
+        windows: Windows,
+        *,
+        where: Where | None = None,
+        recent_steps: int | None = None,
+        recent_episodes: int | None = None,
+        out: Mapping[str, Any] | None = None,
+    ) -> Batch:
         """Draw windows uniformly, with replacement.
 
         Args:
             batch_size: How many.
             windows: Which, and what comes with them.
+            where: Only from episodes that this function of the episode table says True for (an array of bools).
+                Keep one function and pass it again: it is asked once after every refresh.
+            recent_steps: Only windows that start within the last so many steps, in order of arrival.
+            recent_episodes: Only from the last so many episodes, in order of arrival.
             out: A batch of an earlier call with the same arguments, to be overwritten.
 
         Returns:
@@ -123,18 +141,68 @@ class Reader:
         """
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
             raise ValueError(f"batch_size: expected a positive integer, got {batch_size!r}")
+        for name, value in (("recent_steps", recent_steps), ("recent_episodes", recent_episodes)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected a positive number or None, got {value!r}")
+        with self._lock:
+            starts = self._starts_of(windows, where)
+            low = 0
+            if recent_steps is not None:
+                low = starts.of_recent_steps(recent_steps)
+            if recent_episodes is not None:
+                low = max(low, starts.of_recent_episodes(recent_episodes))
+            if starts.total <= low:
+                raise self._no_windows(windows, "that the restrictions allow " if low or where else "")
+            return self._assemble(starts.draw(batch_size, self._rng, low), windows, out or {})
+
+    def at(self, index: torch.Tensor, windows: Windows, *, out: Mapping[str, Any] | None = None) -> Batch:
+        """The windows at given indices, as a batch's ``index`` holds them.
+
+        Raises:
+            EpisodeNotFoundError: An episode is not here, or has no window that starts at that step.
+        """
         with self._lock:
             starts = self._starts_of(windows)
-            if not starts.total:
-                raise self._no_windows(windows)
-            return self._assemble(starts.draw(batch_size, self._rng), windows, out or {})
+            handles = index.cpu().numpy()
+            if handles.ndim != 2 or handles.shape[1] != 3:
+                raise ValueError(f"index: expected shape (batch, 3), got {tuple(handles.shape)}")
+            entry = self._index.find(handles[:, 0], handles[:, 1])
+            if (entry < 0).any():
+                lost = handles[np.flatnonzero(entry < 0)[0]].tolist()
+                raise EpisodeNotFoundError(f"index {lost}: this reader has no such episode")
+            start = handles[:, 2] - self._index.t_base.host[entry]
+            usable = starts.usable(torch.from_numpy(entry).to(self._device)).cpu().numpy()
+            bad = (start < 0) | (start >= usable)
+            if bad.any():
+                lost = handles[np.flatnonzero(bad)[0]].tolist()
+                raise EpisodeNotFoundError(f"index {lost}: no window can start at that step")
+            draw = Draw(torch.from_numpy(entry).to(self._device), torch.from_numpy(start).to(self._device))
+            return self._assemble(draw, windows, out or {})
 
-    def _starts_of(self, windows: Windows) -> Starts:
-        starts = self._starts.get(windows)
+    def _mask(self, where: Where) -> Array:
+        """Which index entries a function of the episode table chooses."""
+        table = self._snapshot.episodes
+        chosen = np.asarray(where(table))
+        if chosen.dtype != bool or chosen.shape != (len(table),):
+            raise DataError(
+                f"where: expected {len(table)} bools, one an episode, got {chosen.dtype} of shape {chosen.shape}"
+            )
+        numbers = np.array([self._index.numbers[name] for name in self._snapshot.names], np.int64)
+        stream = numbers[table.stream_positions[chosen]] if len(table) else numbers[:0]
+        entry = self._index.find(stream, table["episode"][chosen])
+        mask = np.zeros(self._index.n, bool)
+        mask[entry[entry >= 0]] = True
+        return mask
+
+    def _starts_of(self, windows: Windows, where: Where | None = None) -> Starts:
+        starts = self._starts.get((windows, where))
         if starts is None:
             self._check_fields(windows)
             with_observation = self.schema.reward_alignment == "observation"
-            starts = self._starts[windows] = Starts(self._index, windows, with_observation)
+            mask = None if where is None else lambda: self._mask(where)
+            starts = self._starts[windows, where] = Starts(self._index, windows, with_observation, mask)
+            if len(self._starts) > _MAX_KINDS:
+                self._starts.pop(next(iter(self._starts)))  # whoever passes a new function each time
             steps = self._relative[windows] = relative(windows, self._device)
             self._is_learning[windows] = (steps >= 0) & (steps <= windows.reach)
         starts.update()
@@ -147,7 +215,7 @@ class Reader:
         if windows.n_step is not None and self.schema.reward is None:
             raise DataError("n_step: the schema has no reward field")
 
-    def _no_windows(self, windows: Windows) -> DataError:
+    def _no_windows(self, windows: Windows, condition: str) -> DataError:
         lengths = self._index.lengths()
         if not len(lengths):
             return DataError(f"{self._snapshot!r} has no episode to draw from")
@@ -155,7 +223,8 @@ class Reader:
             windows.reach + 1 + windows.lead + (windows.bootstrap * windows.stride if windows.strict_context else 0)
         )
         return DataError(
-            f"no episode has {needed} usable steps, so no such window exists; the longest has {lengths.max()}"
+            f"no episode {condition}has {needed} usable steps, so no such window exists; the longest of all has"
+            f" {lengths.max()}"
         )
 
     def _assemble(self, draw: Draw, windows: Windows, out: Mapping[str, Any]) -> Batch:

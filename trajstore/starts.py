@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +12,7 @@ from trajstore.growing import Growing
 from trajstore.index import HAS_FINAL, EpisodeIndex
 from trajstore.rng import Counter
 from trajstore.schema import Array
-from trajstore.windows import Windows, usable_steps
+from trajstore.windows import Windows, starts_before, usable_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,16 @@ class Starts:
     """
 
     def __init__(
-        self, index: EpisodeIndex, spec: Windows, reward_with_observation: bool, mask: Array | None = None
+        self,
+        index: EpisodeIndex,
+        spec: Windows,
+        reward_with_observation: bool,
+        mask: Callable[[], Array] | None = None,
     ) -> None:
         self._index = index
         self._spec = spec
         self._reward_with_observation = reward_with_observation
-        self._mask = mask  # by entry: episodes that may be drawn; those past its end may not
+        self._mask = mask  # gives, by entry, which episodes may be drawn
         self._sums = Growing(np.int64, index.device)
         self._n_closed = 0
         self._seen = (-1, -1)
@@ -49,7 +54,8 @@ class Starts:
         index = self._index
         if self._seen == (index.generation, index.version):
             return
-        start = self._n_closed if self._seen[0] == index.generation else 0
+        is_same = self._seen[0] == index.generation and self._mask is None
+        start = self._n_closed if is_same else 0
         mass = self._mass(start)
         before = int(self._sums.host[start - 1]) if start else 0
         self._sums.rewrite(start, before + np.cumsum(mass))
@@ -60,10 +66,7 @@ class Starts:
         n = self._usable(start)
         counts = self._spec.n_starts(n)
         if self._mask is not None:
-            chosen = np.zeros(len(counts), bool)
-            part = self._mask[start : start + len(counts)]
-            chosen[: len(part)] = part
-            counts = counts * chosen
+            counts = counts * self._mask()[start:]
         if self._spec.weight == "window":
             return counts
         return (counts > 0) * (n if self._spec.weight == "step" else 1)
@@ -72,6 +75,26 @@ class Starts:
     def total(self) -> int:
         """What a draw is uniform over: windows, steps or episodes."""
         return int(self._sums.host[-1]) if self._sums.n else 0
+
+    def of_recent_episodes(self, n: int) -> int:
+        """What lies before the last ``n`` episodes."""
+        first = max(0, self._index.n - n)
+        return int(self._sums.host[first - 1]) if first else 0
+
+    def of_recent_steps(self, n: int) -> int:
+        """What lies before the last ``n`` steps; windows may start there and later."""
+        sums = self._index.step_sums.host
+        before = int(sums[-1]) - n if len(sums) else 0
+        if before <= 0:
+            return 0
+        entry = int(np.searchsorted(sums, before, side="right"))
+        if entry == self._index.n:
+            return self.total
+        low = int(self._sums.host[entry - 1]) if entry else 0
+        if self._spec.weight != "window" or int(self._sums.host[entry]) == low:
+            return low  # an episode is drawn as a whole
+        skipped = before - (int(sums[entry - 1]) if entry else 0)
+        return low + starts_before(self._spec, int(self._usable(entry)[0]), skipped)
 
     def draw(self, n: int, rng: Counter, low: int = 0, high: int | None = None) -> Draw:
         """Draw ``n`` with replacement from ``[low, high)`` of the total."""

@@ -159,6 +159,7 @@ def relative(spec: Windows, device: torch.device) -> torch.Tensor:
 
 
 def starts_before(spec: Windows, n: int, position: int) -> int:
-    """How many of an episode's starts lie before a position."""
-    first = -spec.reach if spec.boundary in ("pad_left", "pad_both") else spec.lead
-    return int(np.clip(position - first, 0, int(spec.n_starts(np.asarray(n)))))
+    """How many of the starts of an episode of ``n`` usable steps lie before a position."""
+    count = int(spec.n_starts(np.asarray(n)))
+    starts = spec.start(torch.arange(count), torch.tensor(n)) if count else torch.arange(0)
+    return int((starts < position).sum())
