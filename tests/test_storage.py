@@ -25,7 +25,7 @@ import pytest
 import trajstore
 from tests.conftest import Place
 from trajstore.errors import StorageError
-from trajstore.storage import ABSENT, ANY, Put, Storage, open_storage
+from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage, open_storage
 from trajstore.testing.conformance import StorageConformance
 
 NOBODY = 65534
@@ -482,3 +482,16 @@ def test_a_child_forked_while_a_thread_names_a_temporary_file_can_put(
             is_over.set()
         slow.result()
     assert answer == b"2"
+
+
+@pytest.mark.parametrize("kind", ["memory", pytest.param("s3", marks=pytest.mark.s3)])
+def test_a_duplicate_request_that_comes_late_does_not_undo_a_later_put(kind: str, new_place: Any) -> None:
+    place = new_place(kind)
+    storage = open_storage(place.url, place.options)
+    version = storage.put("chunk", b"5", UNSEEN)
+    assert storage.put("chunk", b"5", OWN) in (version, ANY)  # a second try finds its own bytes
+    storage.put("chunk", b"56", version)
+    for expect in (UNSEEN, OWN):
+        with pytest.raises(FileExistsError):
+            storage.put("chunk", b"5", expect)
+    assert storage.get("chunk") == b"56"

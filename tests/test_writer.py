@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import trajstore
+import trajstore.pipeline
+import trajstore.staging
 from trajstore import EpisodeKey, Field, Handle, Schema
 from trajstore.schema import Array
 
@@ -396,8 +398,79 @@ def test_nothing_appended_leaves_nothing(url: str) -> None:
 
 def test_options_are_checked() -> None:
     store = trajstore.create("memory://options")
-    for bad in ({"commit_steps": 0}, {"commit_seconds": -1}, {"buffer_bytes": "4 apples"}, {"rank": -1}):
+    for bad in (
+        {"commit_steps": 0}, {"commit_steps": 1e2}, {"commit_seconds": -1}, {"buffer_bytes": "4 apples"},
+        {"rank": -1}, {"rank": True}, {"world_size": 1 << 63},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(bad))):
             store.writer(**bad)
     with pytest.raises(trajstore.SchemaError, match="writer name"):
         store.writer("../x")
+
+
+def test_an_interrupt_in_the_middle_of_an_append_tears_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = trajstore.create(url, SCHEMA)
+    writer = store.writer(commit_seconds=None)
+    writer.append_episode(steps(3), terminated=True)
+    writer.commit()
+    writer.append(one(7))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trajstore.staging.Staging, "reserve", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.append(one(8))
+    monkeypatch.undo()
+    with pytest.raises(trajstore.ClosedError, match="is being closed; call close"):
+        writer.append(one(9))
+    writer.close()
+    table = store.refresh().episodes
+    assert table["end"].tolist() == ["terminated"]
+    assert state(store.read_episode(0)).tolist() == [0, 1, 2]
+
+
+def test_a_writer_whose_close_failed_takes_nothing_more(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = trajstore.create(url, SCHEMA)
+    writer = store.writer(commit_seconds=None)
+    writer.append(one(0))
+    monkeypatch.setattr(
+        trajstore.pipeline.Pipeline, "seal", lambda _: (_ for _ in ()).throw(trajstore.StorageError("no"))
+    )
+    with pytest.raises(trajstore.StorageError):
+        writer.close()
+    with pytest.raises(trajstore.ClosedError):
+        writer.append(one(1))
+    monkeypatch.undo()
+    writer.close()
+    assert store.refresh().streams[0].is_sealed
+    assert store.episodes["length"].tolist() == [1]
+
+
+def test_commits_by_time_may_be_as_rare_as_one_likes(url: str) -> None:
+    with trajstore.create(url, SCHEMA).writer(commit_seconds=float("inf")) as writer:
+        writer.append(one(0))
+        writer.commit()
+
+
+@pytest.mark.parametrize("name", ["row_start", "present", "source", "text_stop", "end"])
+def test_episode_columns_may_not_be_named_like_ours(name: str) -> None:
+    with pytest.raises(trajstore.SchemaError, match="is taken by the episode table"):
+        Schema({"x": Field("bool")}, episode={name: int})
+
+
+def test_keys_of_metadata_are_strings_at_any_depth(url: str) -> None:
+    with trajstore.create(url, SCHEMA).writer() as writer:
+        with pytest.raises(trajstore.DataError, match="keys are strings, got 1"):
+            writer.append_episode(steps(2), terminated=True, metadata={"a": [{"b": {1: 2}}]})
+        with pytest.raises(trajstore.DataError, match="16777217 is out of range for float32"):
+            writer.append({**one(0), "reward": (1 << 24) + 1})
+        with pytest.raises(trajstore.DataError, match="would lose its mask"):
+            writer.append({**one(0), "reward": np.ma.masked_array(np.float32(1), True)})
+        with pytest.raises(trajstore.DataError, match="expected a mapping of field names to values, got list"):
+            writer.append([1, 2])  # type: ignore[arg-type]
+
+
+def test_places_without_atomic_puts_are_refused() -> None:
+    with pytest.raises(ValueError, match="sftp://: a put there is not known to be atomic"):
+        trajstore.create("sftp://host/x")

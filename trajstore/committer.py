@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from trajstore.errors import ClosedError
+
 Job = TypeVar("Job")
 _log = logging.getLogger(__name__)
 
@@ -26,13 +28,14 @@ class Committer(Generic[Job]):
     def __init__(self, run: Callable[[Job], None], tick: Callable[[], None], tick_s: float | None) -> None:
         self._run = run
         self._tick = tick
-        self._tick_s = tick_s
+        self._tick_s = None if tick_s is None else min(tick_s, threading.TIMEOUT_MAX)
         self._condition = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._n_submitted = 0
         self._n_done = 0
         self._failure: BaseException | None = None  # why the first job waits; it waits for another try
         self._unseen: BaseException | None = None  # failed, and not yet raised to anybody
+        self._last: BaseException | None = None  # the newest failure of all
         self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="trajstore-commit", daemon=True)
 
@@ -68,12 +71,13 @@ class Committer(Generic[Job]):
         with self._condition:
             self._failure = None
             self._condition.notify_all()
-            self._condition.wait_for(lambda: self._n_done >= ticket or self._failure is not None)
+            self._condition.wait_for(
+                lambda: self._n_done >= ticket or self._failure is not None or not self._thread.is_alive()
+            )
             if self._n_done >= ticket:
                 return
-            failure, self._unseen = self._failure, None
-        assert failure is not None
-        raise failure
+            failure, self._unseen = self._failure or self._last, None
+        raise failure or ClosedError("the writer was closed before this was committed")
 
     def stop(self) -> None:
         """End the thread after the jobs that can be done; those that fail are given up."""
@@ -81,6 +85,8 @@ class Committer(Generic[Job]):
             self._is_closing = True
             self._condition.notify_all()
         self._thread.join()
+        with self._condition:
+            self._condition.notify_all()
 
     def _loop(self) -> None:
         while True:
@@ -114,5 +120,5 @@ class Committer(Generic[Job]):
     def _fail(self, failure: BaseException) -> None:
         _log.warning("a commit failed in the background and will be tried again: %s", failure)
         with self._condition:
-            self._failure = self._unseen = failure
+            self._failure = self._unseen = self._last = failure
             self._condition.notify_all()

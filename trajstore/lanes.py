@@ -78,8 +78,9 @@ class Lanes:
         Raises:
             EpisodeNotFoundError: It has none.
         """
-        if isinstance(env, (int, np.integer)) and 0 <= env < len(self.episode) and self.episode[env] >= 0:
-            return int(self.episode[env])
+        number = int(env) if isinstance(env, (int, np.integer)) and not isinstance(env, bool) else -1
+        if 0 <= number < len(self.episode) and self.episode[number] >= 0:
+            return int(self.episode[number])
         raise EpisodeNotFoundError(f"env {env!r} has no open episode")
 
     def open_envs(self) -> list[int]:

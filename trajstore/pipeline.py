@@ -56,6 +56,7 @@ class Pipeline:
         self._placement = Placement()  # touched by the background thread alone
         self._free: list[Staging] = []  # filled by the background thread
         self._n_stagings = 0
+        self.is_overdue = False  # a commit by time found the writer busy; the next append makes up for it
         self._committer: Committer[_Job] = Committer(self._run, self._hand_off_by_time, commit_s)
         self._committer.start()
 
@@ -103,6 +104,7 @@ class Pipeline:
             if not self._can_hand_off:
                 self._committer.wait(self._committer.n_submitted)  # if this fails, nothing has changed
             schema = self._settle()
+            self.is_overdue = False
             if self.appender is None:
                 self.appender = self._make_appender(schema)
             self.staging = None
@@ -143,6 +145,8 @@ class Pipeline:
                 self.hand_off_if_free()
             finally:
                 self._lock.release()
+        else:
+            self.is_overdue = True
 
     def _run(self, job: _Job) -> None:
         assert self.appender is not None

@@ -23,6 +23,7 @@ DTYPES: frozenset[str] = frozenset(
 )
 _STORAGE_DTYPES = {name: np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES}
 MAX_FIELDS = 1024
+MAX_AXES = 32
 MAX_ROW_BYTES = 1 << 30
 MAX_EPISODE_COLUMNS = 48
 MAX_METADATA_BYTES = 16 << 20
@@ -33,8 +34,28 @@ _EPISODE_TYPES: dict[Any, EpisodeType] = {
     bool: "bool", int: "int64", float: "float64", str: "str",
     "bool": "bool", "int64": "int64", "float64": "float64", "str": "str",
 }  # fmt: skip
+# What the episode table and the span arrays call their own columns.
 _TABLE_COLUMNS = frozenset(
-    ("stream", "episode", "env", "length", "end", "return", "has_final", "is_headless", "time", "metadata")
+    [
+        "stream",
+        "episode",
+        "env",
+        "length",
+        "end",
+        "return",
+        "has_final",
+        "is_headless",
+        "time",
+        "metadata",
+        "t_start",
+        "row_start",
+        "row_stop",
+        "present",
+        "text_start",
+        "text_stop",
+        "source",
+        "n_evicted",
+    ]
 )
 
 
@@ -73,8 +94,10 @@ class Field:
         if name not in DTYPES:
             raise SchemaError(f"dtype {name!r} can't be stored; expected one of {', '.join(sorted(DTYPES))}")
         shape = tuple(self.shape)
-        if not all(isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n > 0 for n in shape):
-            raise SchemaError(f"shape {self.shape!r}: expected positive integers")
+        if len(shape) > MAX_AXES or not all(
+            isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n > 0 for n in shape
+        ):
+            raise SchemaError(f"shape {self.shape!r}: expected at most {MAX_AXES} positive integers")
         object.__setattr__(self, "shape", tuple(int(n) for n in shape))
         if self.row_bytes > MAX_ROW_BYTES:
             raise SchemaError(f"one step of shape {shape} takes {self.row_bytes} bytes; at most {MAX_ROW_BYTES}")
@@ -296,6 +319,8 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def flatten(data: Any, prefix: str = "", into: dict[str, Any] | None = None) -> dict[str, Any]:
     """Turn nested mappings (dicts, TensorDicts) into ``{"a/b": value}``, in order."""
+    if not hasattr(data, "items"):
+        raise DataError(f"expected a mapping of field names to values, got {type(data).__name__}")
     flat: dict[str, Any] = {} if into is None else into
     for name, value in data.items():
         if not isinstance(name, str) or "/" in name:
@@ -322,6 +347,8 @@ def as_array(path: str, value: Any) -> tuple[Array, str]:
 
 
 def _from_other(path: str, value: Any) -> Array:
+    if isinstance(value, np.ma.MaskedArray):
+        raise DataError(f"field '{path}': a masked array would lose its mask; fill it first")
     try:
         return np.asarray(value)
     except ValueError as error:
@@ -337,7 +364,10 @@ def _from_torch(path: str, tensor: Any) -> tuple[Array, str]:
         # A tensor came in, so torch is loaded; importing it here would make every user wait for it.
         signed: Array = tensor.contiguous().view(sys.modules["torch"].int16).numpy()
         return signed.view(np.uint16), name
-    return tensor.numpy(), name
+    try:
+        return tensor.numpy(), name
+    except (TypeError, RuntimeError) as error:
+        raise DataError(f"field '{path}': this tensor has no plain array: {error}") from error
 
 
 def from_scalar(path: str, spec: Field, value: bool | int | float) -> Array:
@@ -364,6 +394,8 @@ def _cast_scalar(spec: Field, value: bool | int | float) -> Array:
         else:
             return np.asarray(value, spec.storage_dtype)
     if math.isfinite(value) and not is_finite:
+        raise OverflowError
+    if isinstance(value, int) and int(widen_bfloat16(cast) if spec.dtype == "bfloat16" else cast) != value:
         raise OverflowError
     return cast
 

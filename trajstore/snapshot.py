@@ -71,7 +71,7 @@ class Snapshot:
             else:  # a backend may answer with an older record; a reader never goes back in time
                 is_newer = record.commit >= old[name].record.commit
                 streams[name] = old[name].advanced(record) if is_newer else old[name]
-        _check_schemas(storage, schema, streams.values())
+        _check_schemas(storage, schema, [stream for name, stream in streams.items() if name not in old])
         if schema is None and streams:
             schema = next(iter(streams.values())).record.schema
         return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))

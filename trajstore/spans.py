@@ -87,21 +87,33 @@ def _checked_value(name: str, kind: str, value: Any) -> Any:
     if not isinstance(value, expected) or (kind != "bool" and isinstance(value, bool)):
         raise DataError(f"episode column '{name}': expected {kind}, got {type(value).__name__} {value!r:.60}")
     try:
-        return np.int64(value).item() if kind == "int64" else float(value) if kind == "float64" else value
-    except OverflowError as error:
-        raise DataError(f"episode column '{name}': {value!r:.60} is out of range for {kind}") from error
+        cast = np.int64(value).item() if kind == "int64" else float(value) if kind == "float64" else value
+    except OverflowError:
+        cast = None
+    if cast is None or (isinstance(value, int) and cast != value):
+        raise DataError(f"episode column '{name}': {value!r:.60} is out of range for {kind}")
+    return cast
+
+
+def _check_keys(value: Any) -> None:
+    """Refuse keys that JSON would turn into strings, at any depth."""
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise DataError(f"metadata: keys are strings, got {name!r}")
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for item in inner:
+        _check_keys(item)
 
 
 def _to_json(values: dict[str, Any]) -> bytes:
     if not values:
         return b""
-    for name in values:
-        if not isinstance(name, str):
-            raise DataError(f"metadata: keys are strings, got {name!r}")
     try:
         text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"metadata {sorted(values)}: not storable as JSON: {error}") from error
+    _check_keys(values)
     if len(text) > MAX_METADATA_BYTES:
         raise DataError(f"metadata takes {len(text)} bytes; at most {MAX_METADATA_BYTES}")
     return text

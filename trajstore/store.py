@@ -79,9 +79,12 @@ class Store:
 
     def refresh(self) -> Snapshot:
         """Show what has been committed meanwhile; costs what is new, not what is there."""
-        schema = self._snapshot.schema or _read_schema(self._storage)
-        self._snapshot = Snapshot.load(self._storage, schema, self._snapshot)
-        return self._snapshot
+        while True:
+            before = self._snapshot
+            fresh = Snapshot.load(self._storage, before.schema or _read_schema(self._storage), before)
+            if self._snapshot is before:  # else another thread was faster: what it saw must not be undone
+                self._snapshot = fresh
+                return fresh
 
     @property
     def snapshot(self) -> Snapshot:

@@ -13,7 +13,7 @@ from trajstore.errors import CorruptionError, FormatError
 from trajstore.record import CommitRecord, dump_json
 from trajstore.schema import Array, Schema
 from trajstore.spans import Spans, check_spans, float_columns, int_columns
-from trajstore.storage import ABSENT, ANY, UNSEEN, Put, Storage
+from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage
 
 _WAVE_CHUNKS = 64
 
@@ -263,7 +263,7 @@ class StreamAppender:
         self._be_born()
         new = self._new_rows(batch)
         # A second try may find the first one's record published after all: then readers are looking.
-        expect = ANY if self._tried is batch else UNSEEN
+        expect = OWN if self._tried is batch else UNSEEN
         self._tried = batch
         puts = [put for path, rows in new.items() for put in self._columns[path].puts(rows, expect)]
         # Chunks first, record last: until the record names them no reader looks at the new rows,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.episodes import EpisodeKey, Handle, Handles
-from trajstore.errors import ClosedError, DataError, StepPlacedError
+from trajstore.errors import ClosedError, DataError, StepPlacedError, TrajstoreError
 from trajstore.intake import Intake, Step, leading_shape
 from trajstore.lanes import Flags, Lanes, check_ends, end_of
 from trajstore.pipeline import Pipeline
@@ -50,14 +50,12 @@ class WriterOptions:
     world_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.commit_steps is not None and self.commit_steps < 1:
-            raise ValueError(f"commit_steps: expected a positive number or None, got {self.commit_steps!r}")
+        for name, low in (("commit_steps", 1), ("rank", 0), ("world_size", 0)):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and low <= value < 1 << 62):
+                raise ValueError(f"{name}: expected an integer of at least {low} or None, got {value!r}")
         if self.commit_seconds is not None and not self.commit_seconds > 0:
             raise ValueError(f"commit_seconds: expected a positive number or None, got {self.commit_seconds!r}")
-        for name in ("rank", "world_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name}: expected a number from 0 or None, got {value!r}")
         parse_bytes(self.buffer_bytes, "buffer_bytes")
 
 
@@ -92,6 +90,9 @@ class Writer:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._is_closed = False
+        self._is_ending = (
+            False  # close or discard was called, or an interrupt tore a change; nothing is taken any more
+        )
         self._intake = Intake(schema)
         self._lanes = Lanes()
         self._counts = dict.fromkeys(("steps", "dropped_steps", "aborted_episodes", "cut_episodes"), 0)
@@ -271,7 +272,7 @@ class Writer:
             episode = self._lanes.open_episode(env)
             n = int(self._lanes.t[env])
             step = n - 1 if t is None else t
-            if not 0 <= step < n:
+            if not isinstance(step, (int, np.integer)) or not 0 <= step < n:
                 raise DataError(f"t: the open episode of env {env} has steps 0 to {n - 1}, got {t!r}")
             rows = self._intake.amendment(values)
             staging = self._pipeline.fill()
@@ -298,6 +299,10 @@ class Writer:
         with self._last_call() as is_open:
             if not is_open:
                 return
+            if self._is_ending:  # an end that failed before, or an interrupt: nothing more is added
+                self._seal()
+                return
+            self._is_ending = True
             if open_envs := self._lanes.open_envs():
                 self._pipeline.fill()
                 self._counts["cut_episodes"] += len(open_envs)
@@ -313,6 +318,7 @@ class Writer:
         """
         with self._last_call() as is_open:
             if is_open:
+                self._is_ending = True
                 self._counts["dropped_steps"] += self._pipeline.drop()
                 self._seal()
 
@@ -322,8 +328,8 @@ class Writer:
         self._release()
 
     def _release(self) -> None:
-        self._pipeline.stop()
         self._is_closed = True
+        self._pipeline.stop()
 
     def __enter__(self) -> Writer:
         return self
@@ -365,10 +371,19 @@ class Writer:
         with self._lock:
             if self._is_closed:
                 raise ClosedError(f"writer of stream '{self.stream}' is closed; open another with store.writer()")
+            if self._is_ending:
+                raise ClosedError(f"writer of stream '{self.stream}' is being closed; call close() again")
             self._pipeline.raise_pending()
             try:
                 with self._intake.attempt():
                     yield
+            except (TrajstoreError, ValueError, TypeError, LookupError, OSError):
+                raise  # refused or failed before anything was changed
+            except BaseException:
+                # Ctrl-C may have come in the middle of a change: what is staged can't be trusted any more.
+                self._is_ending = True
+                self._counts["dropped_steps"] += self._pipeline.drop()
+                raise
             finally:
                 if self._intake.known is None:
                     self._pipeline.reset()
@@ -481,7 +496,8 @@ class Writer:
 
     def _commit_by_count(self) -> None:
         steps, staging = self._options.commit_steps, self._pipeline.staging
-        if steps is not None and staging is not None and staging.n >= steps:
+        is_due = steps is not None and staging is not None and staging.n >= steps
+        if is_due or self._pipeline.is_overdue:
             self._pipeline.hand_off_if_free()
 
     def _settle(self) -> Schema:

@@ -13,11 +13,14 @@ from typing import Any
 
 import fsspec.core
 
-from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage
+from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Put, Storage
 from trajstore.storage.local import LocalStorage
 from trajstore.storage.remote import FsspecStorage
 
-__all__ = ["ABSENT", "ANY", "UNSEEN", "FsspecStorage", "LocalStorage", "Put", "Storage", "open_storage"]
+# Where one put is one request that replaces an object whole.
+_ATOMIC = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+
+__all__ = ["ABSENT", "ANY", "OWN", "UNSEEN", "FsspecStorage", "LocalStorage", "Put", "Storage", "open_storage"]
 
 
 def open_storage(
@@ -36,4 +39,9 @@ def open_storage(
         if options:
             raise TypeError(f"{text}: a local directory takes no storage options, got {sorted(options)}")
         return LocalStorage(Path(path).expanduser().absolute(), fsync=fsync)
+    if protocol not in _ATOMIC:
+        raise ValueError(
+            f"{protocol}://: a put there is not known to be atomic, so commits would not be safe; use a directory"
+            f" or one of {', '.join(sorted(_ATOMIC))}"
+        )
     return FsspecStorage(text, dict(options or {}))

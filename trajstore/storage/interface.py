@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 ANY: Final = "*any*"  # put whatever is there
 ABSENT: Final = "*absent*"  # put only where nothing is
-UNSEEN: Final = "*unseen*"  # put whatever is there; nobody looks at it yet, so it need not be atomic
+UNSEEN: Final = "*unseen*"  # put where nothing is or our own same bytes; nobody looks yet, so it need not be atomic
+OWN: Final = "*own*"  # put where nothing is or our own bytes of an earlier try, which somebody may be looking at
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Storage:
         Args:
             key: Which object.
             data: Its new bytes.
-            expect: `ANY`, `ABSENT`, `UNSEEN`, or the version that the last put returned.
+            expect: `ANY`, `ABSENT`, `UNSEEN`, `OWN`, or the version that the last put returned.
 
         Raises:
             FileExistsError: ``expect`` is `ABSENT` and something else is there.

@@ -116,6 +116,10 @@ class LocalStorage(Storage):
                 try:
                     _link_or_rename(temporary, target, expect)
                     return {str(target.parent)}
+                except FileExistsError:
+                    # Perhaps of our own first try, whose directories are not synced yet.
+                    self._sync_directories({str(target.parent), str(target.parent.parent)})
+                    raise
                 except FileNotFoundError:
                     if made := self._publish_with_parents(temporary, target):
                         return made

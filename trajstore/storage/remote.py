@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import fsspec.core
 
 from trajstore.errors import ConflictError, MissingExtraError, StorageError
-from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Storage, check_key, failed
+from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Storage, check_key, failed
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -130,19 +130,23 @@ class FsspecStorage(Storage):
 
     def _put_once(self, key: str, data: bytes, expect: str) -> str:
         path, kwargs = self._path(key), dict[str, Any]()
-        if expect not in (ANY, ABSENT, UNSEEN) and self._compares_versions():
+        if expect not in (ANY, ABSENT, UNSEEN, OWN) and self._compares_versions():
             kwargs["IfMatch"] = expect
         try:
-            answer = self._pipe(path, data, "create" if expect == ABSENT else "overwrite", kwargs)
+            # A new chunk is created, never replaced: a duplicate request that arrives late can't undo a later put.
+            is_new = expect in (ABSENT, UNSEEN, OWN)
+            answer = self._pipe(path, data, "create" if is_new else "overwrite", kwargs)
         except FileExistsError:
             return self._resolve_lost_answer(key, data, FileExistsError(f"{self.display}/{key}"))
         except OSError as error:
             is_gone = "IfMatch" in kwargs and isinstance(error, FileNotFoundError)
             if not is_gone and not _is_refused_condition(error):
                 raise
-            conflict = ConflictError(
+            conflict: OSError = ConflictError(
                 f"{self.display}/{key} was written by somebody else; a stream has one writer, ever"
             )
+            if expect == ABSENT:
+                conflict = FileExistsError(f"{self.display}/{key}")
             return self._resolve_lost_answer(key, data, conflict)
         return str(answer["ETag"]) if isinstance(answer, dict) and "ETag" in answer else ANY
 
