@@ -154,7 +154,7 @@ def create(
     """Create an empty store.
 
     Args:
-        url: A path or any fsspec URL: ``runs/walker``, ``memory://x``, ``s3://bucket/x``.
+        url: A path, or an fsspec URL of memory, S3, GCS or Azure: ``runs/walker``, ``memory://x``, ``s3://bucket/x``.
         schema: The fields; None: read off the first data and then fixed.
         storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
         exist_ok: Open the store instead, if there is one; its schema must be the same.
@@ -180,7 +180,7 @@ def open(  # noqa: A001 - trajstore.open reads as it should
     """Open a store, for reading or for more writers.
 
     Args:
-        url: A path or any fsspec URL.
+        url: A path, or an fsspec URL of memory, S3, GCS or Azure.
         storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
         fsync: Whether commits to a local directory survive a power cut; without it, only a crash of the process.
 

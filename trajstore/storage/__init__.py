@@ -29,7 +29,7 @@ def open_storage(
     """The storage at a URL; touches nothing yet.
 
     Args:
-        url: A path or any fsspec URL.
+        url: A path, or an fsspec URL of memory, S3, GCS or Azure.
         options: What fsspec's filesystem for that URL takes (credentials, endpoints).
         fsync: Whether local puts survive a power cut; without it they survive only a crash of the process.
     """
