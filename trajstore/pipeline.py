@@ -64,7 +64,7 @@ class Pipeline:
         self._committer.raise_pending()
 
     def fill(self) -> Staging:
-        """The staging to fill; waits for the disk when both are full."""
+        """The staging to fill."""
         if self.staging is None:
             self.staging = self._next()
         return self.staging
@@ -130,10 +130,9 @@ class Pipeline:
         self.staging, self._free = None, []
 
     def _next(self) -> Staging:
-        if not self._free and self._n_stagings == 2:
-            self._committer.wait(self._committer.n_submitted - 1)
         if self._free:
             return self._free.pop()
+        assert self._n_stagings < 2  # a hand-off leaves the other one free
         schema = self._schema()
         self._n_stagings += 1
         return Staging(schema, max(1, self._buffer_bytes // 2 // (schema.row_bytes + ROW_OVERHEAD_BYTES)))

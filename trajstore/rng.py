@@ -9,7 +9,6 @@ import torch
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number, as all constants here
 _MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _MIX_2 = -7723592293110705685  # 0x94D049BB133111EB
-_LOW_53 = (1 << 53) - 1
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:

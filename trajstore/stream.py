@@ -254,10 +254,6 @@ class StreamAppender:
             path: _Column(path, f"streams/{record.id}/{path}", layout) for path, layout in record.layouts.items()
         }
 
-    @property
-    def is_born(self) -> bool:
-        return self._is_born
-
     def commit(self, batch: Batch) -> None:
         """Write the batch's chunks, then publish them all at once by replacing the commit record."""
         self._be_born()

@@ -191,7 +191,7 @@ class FsspecStorage(Storage):
             except (FileExistsError, StorageError, MissingExtraError):
                 raise
             except Exception as error:
-                if isinstance(error, FileNotFoundError) and action in ("read", "stat"):
+                if isinstance(error, FileNotFoundError) and action == "read":
                     raise
                 failure = failed(action, f"{self.display}/{key}", error, self._secrets)
                 if attempt == _ATTEMPTS or isinstance(error, (PermissionError, FileNotFoundError)):
