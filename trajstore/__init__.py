@@ -1,6 +1,14 @@
 """trajstore: the replay buffer that is also an open dataset.
 
-reader                     batches of windows (not public yet), above starts, pager, windows, cache, index, rng
+datasets | reader          for torch's DataLoader | batches of windows: drawn, in epochs, by index
+batches                    an iterator, with prefetch
+draws                      which windows come next
+assembler                  windows to batches
+plan                       windows to rows and masks
+starts | outputs           which windows there are | what batches are written into
+chains | pager | windows   episodes by environment | fills the cache | what a window is
+cache | index | rng        decoded chunks on the device | the episodes as tensors | random numbers
+kernels                    compiled loops for the CPU
 store                      create, open
 snapshot                   an unchanging view of some commits
 writer                     append, commit
@@ -12,6 +20,8 @@ episodes                   the episode table
 spans | chunks | storage   which rows are whose | codec and layout of one array | bytes at a URL
 schema, errors, sizes
 """
+
+from typing import TYPE_CHECKING, Any
 
 from trajstore.episodes import EpisodeKey, EpisodeTable, Handle, Handles
 from trajstore.errors import (
@@ -35,9 +45,16 @@ from trajstore.snapshot import Snapshot
 from trajstore.store import Store, create, open  # noqa: A004
 from trajstore.writer import Writer, WriterOptions
 
+if TYPE_CHECKING:
+    from trajstore.datasets import BatchDataset, WindowDataset
+    from trajstore.outputs import Ring
+    from trajstore.reader import Reader
+    from trajstore.windows import Windows
+
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchDataset",
     "ClosedError",
     "ConflictError",
     "CorruptionError",
@@ -50,6 +67,8 @@ __all__ = [
     "Handle",
     "Handles",
     "MissingExtraError",
+    "Reader",
+    "Ring",
     "Schema",
     "SchemaError",
     "Snapshot",
@@ -60,8 +79,27 @@ __all__ = [
     "StoreExistsError",
     "StoreNotFoundError",
     "TrajstoreError",
+    "WindowDataset",
+    "Windows",
     "Writer",
     "WriterOptions",
     "create",
     "open",
 ]
+
+_NEED_TORCH = {
+    "BatchDataset": "trajstore.datasets",
+    "Reader": "trajstore.reader",
+    "Ring": "trajstore.outputs",
+    "WindowDataset": "trajstore.datasets",
+    "Windows": "trajstore.windows",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for: those who only write or look need not wait for it."""
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'trajstore' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_NEED_TORCH[name]), name)

@@ -2,15 +2,17 @@
 
 Every column has an arena of slots on the device and a page table that says which slot holds which page. Hit test,
 choice of victims and gather work on whole batches. A column that fits its share of the budget has a slot for every
-page and is addressed directly; once all of it is resident, a gather needs neither the table nor the host.
+page; once all of it is resident, a gather needs nothing from the host.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,11 @@ import torch
 from trajstore.growing import Growing
 from trajstore.schema import Array, Field
 
+Run = Callable[[Callable[[Any], Any], Sequence[int]], Iterable[Any]]
+
 _ABSENT = -1
+_PART_BYTES = 4 << 20  # what a thread copies at least: handing over costs as much as copying half a megabyte
+PINNED = np.iinfo(np.int64).max  # the tick of a slot that is not given away
 
 
 @dataclass(slots=True)
@@ -61,12 +67,25 @@ class HostTier:
         with self._lock:
             self.nbytes += len(data) - len(self._chunks.pop(key, b""))
             self._chunks[key] = bytes(data)
-            while self.nbytes > self.budget:
-                self.nbytes -= len(self._chunks.popitem(last=False)[1])
+            self._shrink()
 
     def drop(self, key: tuple[str, str, int]) -> None:
         with self._lock:
             self.nbytes -= len(self._chunks.pop(key, b""))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._chunks.clear()
+            self.nbytes = 0
+
+    def resize(self, budget: int) -> None:
+        with self._lock:
+            self.budget = budget
+            self._shrink()
+
+    def _shrink(self) -> None:
+        while self.nbytes > self.budget:
+            self.nbytes -= len(self._chunks.popitem(last=False)[1])
 
 
 # torch has few operations on these, so arenas hold their bits as signed numbers.
@@ -79,30 +98,57 @@ def torch_dtypes(spec: Field) -> tuple[torch.dtype, torch.dtype]:
     return UNSIGNED.get(seen, seen), seen
 
 
+def _flat(source: torch.Tensor, row: torch.Tensor) -> tuple[Array, Array]:
+    """Source and row as numpy arrays of two axes; that of source may be one long."""
+    n, sources = len(row), source.numpy()
+    if source.shape != row.shape and source.shape != (n, 1):
+        sources = np.ascontiguousarray(source.expand(row.shape).numpy())
+    return sources.reshape(n, -1), row.numpy().reshape(n, -1)
+
+
 class Column:
     """The pages of one column: an arena on the device, and which page lies in which slot.
 
-    Pages of all streams are numbered through; a stream that outgrows its range moves to a new one at the end.
+    Pages of all sources are numbered through; one that outgrows its range moves to a new one at the end. The first
+    source, if it has rows, is live: written by `write_live`, always resident.
     """
 
-    def __init__(self, path: str, spec: Field, page_rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        path: str,
+        spec: Field,
+        page_rows: int,
+        device: torch.device,
+        live_rows: int = 0,
+        kernels: ModuleType | None = None,
+    ) -> None:
         self.path = path
         self.page_rows = page_rows
         self.row_shape = spec.shape
         self.page_bytes = page_rows * spec.row_bytes
-        self._dtype, self._seen_as = torch_dtypes(spec)
+        self._dtype, self.dtype = torch_dtypes(spec)
         self._storage_dtype = spec.storage_dtype
         self._device = device
-        self._arena = torch.empty((0, page_rows, *spec.shape), dtype=self._dtype, device=device)
+        self._kernels = kernels
+        self._row_bytes = spec.row_bytes
+        self.n_live_pages = -(-live_rows // page_rows)
+        self._seen = np.zeros(0, np.int64)  # by page: the last tick at which it was asked for
+        self._set_arena(torch.empty((0, page_rows, *spec.shape), dtype=self._dtype, device=device))
         self._table = Growing(np.int64, device)  # page -> slot, or -1
         self._row_base = Growing(np.int64, device)  # by source: rows before its first page
         self._capacity: list[int] = []  # by source: pages in its range
         self._n_rows: list[int] = []  # by source: rows known
         self._slot_page = np.empty(0, np.int64)
         self._slot_tick = np.empty(0, np.int64)
-        self._n_live = 0  # pages that hold rows
+        self._n_used = 0  # pages that hold rows
         self.n_resident = 0
+        self.n_pinned = 0
         self._is_direct = True  # page i lies in slot i
+
+    def _set_arena(self, arena: torch.Tensor) -> None:
+        self._arena = arena
+        if self._kernels is not None:
+            self._bytes = arena.reshape(-1).view(torch.uint8).numpy()
 
     @property
     def n_pages(self) -> int:
@@ -113,9 +159,14 @@ class Column:
         return len(self._slot_page)
 
     @property
+    def n_free(self) -> int:
+        """Slots that a batch may use."""
+        return self.n_slots - self.n_pinned
+
+    @property
     def is_complete(self) -> bool:
-        """Everything is resident and lies where its address says."""
-        return self._is_direct and self.n_resident == self._n_live
+        """Everything is resident."""
+        return self.n_resident == self._n_used
 
     def set_rows(self, n_rows: Sequence[int]) -> None:
         """Take note of how many rows each source has; part-filled pages that grew are forgotten."""
@@ -129,7 +180,7 @@ class Column:
             if before % self.page_rows and n > before:
                 self.forget(np.array([self._first_page(source) + before // self.page_rows]))
             self._n_rows[source] = n
-        self._n_live = sum(-(-n // self.page_rows) for n in self._n_rows)
+        self._n_used = sum(-(-n // self.page_rows) for n in self._n_rows)
 
     def _first_page(self, source: int) -> int:
         return int(self._row_base.host[source]) // self.page_rows
@@ -168,10 +219,13 @@ class Column:
         arena = torch.empty((n, self.page_rows, *self.row_shape), dtype=self._dtype, device=self._device)
         arena[:kept] = self._arena[:kept]
         self.forget(self._slot_page[kept:][self._slot_page[kept:] >= 0])
-        self._arena = arena
+        self._set_arena(arena)
         self._slot_page = np.append(self._slot_page[:kept], np.full(n - kept, _ABSENT))
         self._slot_tick = np.append(self._slot_tick[:kept], np.zeros(n - kept, np.int64))
         self._is_direct = self._is_direct and n >= self.n_pages
+        live = np.arange(self.n_live_pages)
+        self.settle(self.missing(live), self.missing(live), PINNED)
+        self.n_pinned = int((self._slot_tick == PINNED).sum())
 
     def forget(self, pages: Array) -> None:
         """Make pages absent; their slots are free."""
@@ -190,7 +244,33 @@ class Column:
 
     def touch(self, pages: Array, tick: int) -> None:
         slots = self._table.host[pages]
-        self._slot_tick[slots[slots >= 0]] = tick
+        slots = slots[slots >= 0]
+        self._slot_tick[slots] = np.maximum(self._slot_tick[slots], tick)
+
+    def pin(self, pages: Array) -> None:
+        """Keep resident pages until `unpin`."""
+        self._slot_tick[self._table.host[pages]] = PINNED
+        self.n_pinned = int((self._slot_tick == PINNED).sum())
+
+    def unpin(self, tick: int) -> None:
+        """Let go of all pinned pages but the live ones."""
+        pinned = self._slot_tick == PINNED
+        self._slot_tick[pinned & (self._slot_page >= self.n_live_pages)] = tick
+        self.n_pinned = int((self._slot_tick == PINNED).sum())
+
+    def distinct_pages(self, source: torch.Tensor, row: torch.Tensor, tick: int) -> Array:
+        """The pages of rows, each once. On a GPU this is where the host waits for the device."""
+        if self._kernels is None:
+            pages: Array = np.unique(self.addresses(source, row).cpu().numpy() // self.page_rows)
+            return pages
+        if len(self._seen) < self.n_pages:
+            self._seen = np.zeros(self.n_pages + self.n_pages // 8, np.int64)
+        sources, rows = _flat(source, row)
+        found = np.empty(min(rows.size, self.n_pages), np.int64)
+        n = self._kernels.distinct_pages(
+            sources, rows, self._row_base.host, self.page_rows, self._seen, tick, found
+        )
+        return found[:n]
 
     def claim(self, pages: Array) -> tuple[Array, int]:
         """Slots for absent pages, free ones first, then those used longest ago; and how many were taken away."""
@@ -239,20 +319,48 @@ class Column:
 
     def addresses(self, source: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """Rows counted through over all sources."""
-        if self._row_base.n == 1:
-            return row
         return row + self._row_base.device[source]
 
-    def gather(self, address: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """Values at resident addresses (flat), as ``[len(address), *row_shape]``."""
-        if not self.is_complete:
+    def gather(
+        self, source: torch.Tensor, row: torch.Tensor, out: torch.Tensor | None, run: Run = map
+    ) -> torch.Tensor:
+        """Values of rows of resident pages, as ``[*row.shape, *row_shape]``; ``run`` may use threads."""
+        shape = (*row.shape, *self.row_shape)
+        if out is None:
+            out = torch.empty(shape, dtype=self.dtype, device=self._device)
+        if self._kernels is not None:
+            self._copy(source, row, out, run)
+            return out
+        address = self.addresses(source, row).reshape(-1)
+        if not self._is_direct:
             page = address.div(self.page_rows, rounding_mode="floor")
             address = self._table.device[page] * self.page_rows + (address - page * self.page_rows)
         flat = self._arena.view(-1, *self.row_shape)
-        if out is None:
-            return torch.index_select(flat, 0, address).view(self._seen_as)
-        torch.index_select(flat, 0, address, out=out.view(self._dtype))
+        torch.index_select(flat, 0, address, out=out.view(self._dtype).view(-1, *self.row_shape))
         return out
+
+    def _copy(self, source: torch.Tensor, row: torch.Tensor, out: torch.Tensor, run: Run) -> None:
+        assert self._kernels is not None
+        copy, (sources, rows) = self._kernels.copy_rows, _flat(source, row)
+        data = out.view(torch.uint8).numpy().reshape(-1)
+        layout = self._row_bytes, self._table.host, self.page_rows
+        bases, n_parts = self._row_base.host, min(torch.get_num_threads(), data.size // _PART_BYTES, len(rows))
+        if n_parts <= 1:
+            copy(self._bytes, *layout, sources, rows, bases, data)
+            return
+        cuts = [len(rows) * i // n_parts for i in range(n_parts + 1)]
+        window = data.size // len(rows)
+
+        def part(i: int) -> None:
+            start, stop = cuts[i], cuts[i + 1]
+            mine = data[start * window : stop * window]
+            copy(self._bytes, *layout, sources[start:stop], rows[start:stop], bases, mine)
+
+        list(run(part, range(n_parts)))
+
+    def write_live(self, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrite live rows; values are on the device."""
+        self._arena.view(-1, *self.row_shape).index_copy_(0, rows, values.view(self._dtype))
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ prefix sum answers how long an episode is and which span holds a row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from trajstore.schema import Array
 from trajstore.snapshot import Snapshot
 from trajstore.spans import End, JoinedSpans, StreamSpans, join, span_table
 
+_CPU = torch.device("cpu")
+_DENSE, _MIN_DENSE = 4, 1 << 16
+
 HAS_FINAL = 1
 TERMINATED = 2
 TRUNCATED = 4
@@ -25,9 +29,15 @@ HEADLESS = 16
 MARK = 128  # never set on an episode; free for telling it from 0
 
 
+LIVE = 0  # the source of rows that are in no stream yet
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where steps lie: stream (by number) and row; ``source`` broadcasts against ``row``."""
+    """Where steps lie: source (one more than the number of the stream that holds them) and row.
+
+    ``source`` broadcasts against ``row``.
+    """
 
     source: torch.Tensor
     row: torch.Tensor
@@ -43,8 +53,9 @@ class EpisodeIndex:
         generation: Changes when entries moved or vanished, so that what was derived from them is void.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, kernels: ModuleType | None = None) -> None:
         self.device = device
+        self._kernels = kernels
         self.n = self.n_closed = self.version = self.generation = 0
         self._n_closed_spans = 0
         self.logical = Growing(np.int64, device)  # first row of each episode, counted through; one more at the end
@@ -61,7 +72,8 @@ class EpisodeIndex:
         self._seen: dict[str, int] = {}  # spans taken, by stream
         self._carried: dict[str, Array] | None = None  # spans of the open episodes
         self._signature: object = None
-        self._order: tuple[int, Array] = (-1, np.empty(0, np.int64))  # version, entries by (stream, episode)
+        self._entries: list[Growing] = []  # by stream number: the entry of each episode, or -1
+        self._far: dict[tuple[int, int], int] = {}  # the same for episodes of outlandish numbers
         self.numbers: dict[str, int] = {}  # of streams, by id
 
     def update(self, snapshot: Snapshot) -> None:
@@ -70,7 +82,9 @@ class EpisodeIndex:
         Streams keep the number they got when they were first seen.
         """
         for name in snapshot.names:
-            self.numbers.setdefault(name, len(self.numbers))
+            if name not in self.numbers:
+                self.numbers[name] = len(self.numbers)
+                self._entries.append(Growing(np.int64, _CPU))
         number = np.array([self.numbers[name] for name in snapshot.names], np.int64)
         parts = snapshot.parts()
         signature = [(p.source, p.stream, p.first_row, p.hidden, p.discarded) for p in parts if _is_special(p)]
@@ -97,18 +111,34 @@ class EpisodeIndex:
         self._signature = signature
         self._seen, self._carried = {}, None
         self.n = self.n_closed = self._n_closed_spans = 0
+        self._far = {}
+        for entries in self._entries:
+            entries.rewrite(0, np.empty(0, np.int64))
         self.generation += 1
 
     def _take(self, joined: JoinedSpans) -> None:
         end = joined.columns["end"][joined.last]
         usable = (joined.n_rows - joined.columns["has_final"][joined.last] > 0) & (end != End.ABORTED)
         is_open = end == End.OPEN
-        base = self.n_closed
-        self._write(base, self._n_closed_spans, joined, usable & ~is_open)
+        self._write(self.n_closed, self._n_closed_spans, joined, usable & ~is_open)
         self.n_closed, self._n_closed_spans = self.flags.n, self.span_row.n
         self._write(self.n_closed, self._n_closed_spans, joined, usable & is_open)
         self.n = self.flags.n
         self._carried = joined.select(is_open)
+
+    def _note(self, at: int) -> None:
+        """Remember the entries from ``at`` on by stream and episode."""
+        stream, episode = self.stream.host[at:], self.episode.host[at:]
+        # Writers number episodes without large gaps; a table of any other numbers would take any memory.
+        far = episode >= _DENSE * (at + len(episode)) + _MIN_DENSE
+        for i in np.flatnonzero(far):
+            self._far[int(stream[i]), int(episode[i])] = at + int(i)
+        for number in np.unique(stream[~far]):
+            chosen = np.flatnonzero((stream == number) & ~far)
+            known, high = self._entries[number], int(episode[chosen].max()) + 1
+            if high > known.n:
+                known.rewrite(known.n, np.full(high - known.n, -1))
+            known.put(episode[chosen], at + chosen)
 
     def _write(self, at: int, at_span: int, joined: JoinedSpans, chosen: Array) -> None:
         """Write the chosen episodes from entry ``at`` on, and their spans."""
@@ -127,12 +157,13 @@ class EpisodeIndex:
         self.episode.rewrite(at, s["episode"][last])
         self.t_base.rewrite(at, t_base)
         self.env.rewrite(at, s["env"][last].astype(np.int32))
+        self._note(at)
         spans = joined.span_numbers(chosen)
         rows = s["row_stop"][spans] - s["row_start"][spans]
         spans, rows = spans[rows > 0], rows[rows > 0]
         self.span_logical.rewrite(at_span, before + np.cumsum(rows) - rows)
         self.span_row.rewrite(at_span, s["row_start"][spans])
-        self.span_source.rewrite(at_span, s["source"][spans].astype(np.int32))
+        self.span_source.rewrite(at_span, (s["source"][spans] + 1).astype(np.int32))
 
     @property
     def is_simple(self) -> bool:
@@ -146,7 +177,11 @@ class EpisodeIndex:
     @property
     def nbytes(self) -> int:
         arrays = (self.logical, self.step_sums, self.flags, self.stream, self.episode, self.t_base, self.env)
-        return sum(a.nbytes for a in (*arrays, self.span_logical, self.span_row, self.span_source))
+        return sum(a.nbytes for a in (*arrays, *self._entries)) + self.span_nbytes
+
+    @property
+    def span_nbytes(self) -> int:
+        return sum(a.nbytes for a in (self.span_logical, self.span_row, self.span_source))
 
     def lengths(self, start: int = 0) -> Array:
         """Steps of each episode from entry ``start`` on, on the host."""
@@ -156,19 +191,22 @@ class EpisodeIndex:
 
     def find(self, stream: Array, episode: Array) -> Array:
         """Entries of episodes by stream number and episode; -1 for those that are not here."""
-        if self._order[0] != self.version:
-            self._order = self.version, np.lexsort((self.episode.host, self.stream.host))
-        order = self._order[1]
-        known = _pairs(self.stream.host[order], self.episode.host[order])
-        wanted = _pairs(stream, episode)
-        at = np.searchsorted(known, wanted)
-        found = np.minimum(at, max(0, len(known) - 1))
-        is_here = (at < len(known)) & (known[found] == wanted) if len(known) else np.zeros(len(at), bool)
-        return np.where(is_here, order[found] if len(order) else 0, -1)
+        found = np.full(len(stream), -1)
+        for number in np.unique(stream):
+            if 0 <= number < len(self._entries):
+                known, chosen = self._entries[number].host, np.flatnonzero(stream == number)
+                chosen = chosen[(episode[chosen] >= 0) & (episode[chosen] < len(known))]
+                found[chosen] = known[episode[chosen]]
+        if self._far:
+            for i in np.flatnonzero(found < 0):
+                found[i] = self._far.get((int(stream[i]), int(episode[i])), -1)
+        return found
 
     def rows(self, entry: torch.Tensor, position: torch.Tensor) -> Rows:
-        """Rows of steps: of episodes ``entry`` [B], at ``position`` [B, ...] from their first stored row."""
-        lead = (len(entry),) + (1,) * (position.dim() - 1)
+        """Rows of steps: of episodes ``entry`` [B, ...], at ``position`` [B, ...] from their first stored row."""
+        if self._kernels is not None and entry.dim() == 1:
+            return self._compiled_rows(entry, position)
+        lead = entry.shape + (1,) * (position.dim() - entry.dim())
         if self.is_simple:
             row = self.span_row.device[entry].view(lead) + position
             return Rows(self.span_source.device[entry].view(lead), row)
@@ -177,12 +215,14 @@ class EpisodeIndex:
         row = self.span_row.device[span] + (logical - self.span_logical.device[span])
         return Rows(self.span_source.device[span], row)
 
-
-def _pairs(stream: Array, episode: Array) -> Array:
-    """(stream, episode) as one value that sorts like the pair."""
-    pairs = np.empty(len(stream), [("stream", np.int64), ("episode", np.int64)])
-    pairs["stream"], pairs["episode"] = stream, episode
-    return pairs
+    def _compiled_rows(self, entry: torch.Tensor, position: torch.Tensor) -> Rows:
+        assert self._kernels is not None
+        n, flat = len(position), position.numpy().reshape(len(position), -1)
+        row, source = torch.empty(position.shape, dtype=torch.int64), torch.empty(position.shape, dtype=torch.int32)
+        spans = self.span_logical.host, self.span_row.host, self.span_source.host, self.is_simple
+        outputs = row.numpy().reshape(n, -1), source.numpy().reshape(n, -1)
+        self._kernels.rows(entry.numpy(), flat, self.logical.host, *spans, *outputs)
+        return Rows(source, row)
 
 
 def _is_special(part: StreamSpans) -> bool:

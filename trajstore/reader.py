@@ -2,51 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from trajstore.episodes import EpisodeTable
-from trajstore.errors import DataError, EpisodeNotFoundError
-from trajstore.index import HAS_FINAL, MARK, OPEN, TERMINATED, TRUNCATED, EpisodeIndex
-from trajstore.pager import ChunkCache, Wanted
+from trajstore.assembler import Assembler, Where
+from trajstore.batches import Batches
+from trajstore.draws import Among, Draws, EpochDraws, RandomDraws, StagedDraws, check_size
+from trajstore.errors import DataError
+from trajstore.outputs import Ring, flat_outputs, to_batch
 from trajstore.rng import Counter
-from trajstore.schema import Array, Schema, nest
+from trajstore.schema import Schema
 from trajstore.sizes import parse_bytes
-from trajstore.snapshot import Snapshot, selected_paths
-from trajstore.starts import Draw, Starts
+from trajstore.snapshot import Snapshot
+from trajstore.starts import Draw
 from trajstore.store import Store
-from trajstore.windows import Windows, relative
+from trajstore.windows import Windows
 
-_MAX_KINDS = 64  # of windows and restrictions whose sums are kept
-
-Batch = dict[str, Any]
-Where = Callable[[EpisodeTable], Array]
-
-
-@dataclass(frozen=True, slots=True)
-class _Steps:
-    """Positions of a batch's steps, and what is known of them."""
-
-    entry: torch.Tensor  # [B]
-    position: torch.Tensor  # [B, T], where they were asked for
-    inside: torch.Tensor  # [B, T], moved to the nearest step that exists
-    exists: torch.Tensor | None  # [B, T]; None: all do
-    n: torch.Tensor  # [B]: steps of the episode
-    flags: torch.Tensor  # [B]
-
-
-@dataclass(frozen=True, slots=True)
-class _After:
-    """Where the transitions of a batch's steps lead."""
-
-    taken: torch.Tensor  # [B, T]: steps summed over; 0 where a step has no successor
-    position: torch.Tensor  # [B, T]: of the next observation, moved to a row that exists
-    is_terminal: torch.Tensor  # [B, T]: nothing follows, so nothing is bootstrapped
+_REMOTE_HOST_BYTES = 1 << 30
 
 
 class Reader:
@@ -55,12 +30,20 @@ class Reader:
     It shows the episodes of the snapshot that it was made or last refreshed with. Same seed, same episodes, same
     calls: same batches, on every device and with every cache size.
 
+    A batch is a nested dict: the fields as ``[batch, window, ...]``; ``valid`` (the step exists), ``learn`` (it
+    belongs to the loss), ``is_first``, ``is_last``, ``terminated``, ``truncated``, all ``[batch, window]``;
+    ``index``, ``[batch, 3]``: stream number, episode and t of the first learning step; where asked for, ``next``
+    fields and ``n_step`` with ``return``, ``discount`` (0 where it terminated) and ``n``.
+
     Args:
         store: The store to read, or one of its snapshots.
         device: Where batches and the cache live.
         cache_bytes: Bound of the memory for decoded chunks on the device.
-        host_cache_bytes: Bound of the memory for compressed chunks in RAM.
+        host_cache_bytes: Bound of the memory for compressed chunks in RAM. By default 1 GiB for object stores, and
+            none for local directories, whose files the operating system keeps in RAM as it is.
         seed: Of the draws.
+        as_tensordict: Give batches as TensorDicts.
+        compiled: Use compiled loops on the CPU, where numba is installed; the batches are the same without.
     """
 
     def __init__(
@@ -69,48 +52,47 @@ class Reader:
         *,
         device: str | torch.device = "cpu",
         cache_bytes: int | str = "1GiB",
-        host_cache_bytes: int | str = "1GiB",
+        host_cache_bytes: int | str | None = None,
         seed: int = 0,
+        as_tensordict: bool = False,
+        compiled: bool = True,
     ) -> None:
         self._store = store
-        self._device = torch.device(device)
-        self._snapshot = store.snapshot if isinstance(store, Store) else store
-        self._budgets = parse_bytes(cache_bytes, "cache_bytes"), parse_bytes(host_cache_bytes, "host_cache_bytes")
-        self._lock = threading.RLock()
+        snapshot = store.snapshot if isinstance(store, Store) else store
+        if host_cache_bytes is None:
+            host_bytes = _REMOTE_HOST_BYTES if snapshot.storage.is_remote else 0
+        else:
+            host_bytes = parse_bytes(host_cache_bytes, "host_cache_bytes")
         self._rng = Counter(seed)
-        self._index = EpisodeIndex(self._device)
-        self._starts: dict[tuple[Windows, Where | None], Starts] = {}
-        self._relative: dict[Windows, torch.Tensor] = {}  # positions of a window's steps from its start
-        self._is_learning: dict[Windows, torch.Tensor] = {}  # which of them belong to the length part
-        self._cache: ChunkCache | None = None
-        self._follow(self._snapshot)
+        self._as_tensordict = as_tensordict
+        budget = parse_bytes(cache_bytes, "cache_bytes")
+        self._source = Assembler(snapshot, torch.device(device), budget, host_bytes, compiled=compiled)
 
     def refresh(self) -> None:
-        """Show what has been committed meanwhile; costs what is new."""
-        with self._lock:
+        """Show what has been committed meanwhile; costs what is new and what is open."""
+        with self._source.lock:
             if isinstance(self._store, Store):
-                self._follow(self._store.refresh())
-
-    def _follow(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        if snapshot.schema is None:
-            return
-        if self._cache is None:
-            self._cache = ChunkCache(snapshot.schema, self._device, *self._budgets, snapshot.storage)
-        self._index.update(snapshot)
-        readers = {reader.record.id: reader for reader in snapshot.readers}
-        self._cache.set_sources([readers.get(name) for name in self._index.numbers])
+                self._source.follow(self._store.refresh())
 
     @property
     def schema(self) -> Schema:
-        if self._snapshot.schema is None:
-            raise DataError(f"{self._snapshot!r} is empty: nothing is committed, so there is nothing to read")
-        return self._snapshot.schema
+        return self._source.schema
 
-    def n_windows(self, windows: Windows) -> int:
+    @property
+    def snapshot(self) -> Snapshot:
+        """What this reader shows."""
+        return self._source.snapshot
+
+    @property
+    def streams(self) -> list[str]:
+        """Ids of the streams, by the number that stands in a batch's ``index``."""
+        with self._source.lock:
+            return list(self._source.index.numbers)
+
+    def n_windows(self, windows: Windows, *, where: Where | None = None) -> int:
         """How many windows can be drawn (with weights: steps or episodes that a draw is uniform over)."""
-        with self._lock:
-            return self._starts_of(windows).total
+        with self._source.lock:
+            return self._source.kind(windows, where).starts.total
 
     def sample(
         self,
@@ -120,8 +102,9 @@ class Reader:
         where: Where | None = None,
         recent_steps: int | None = None,
         recent_episodes: int | None = None,
-        out: Mapping[str, Any] | None = None,
-    ) -> Batch:
+        recent_fraction: float = 1.0,
+        out: Mapping[str, Any] | Ring | None = None,
+    ) -> Any:
         """Draw windows uniformly, with replacement.
 
         Args:
@@ -131,245 +114,208 @@ class Reader:
                 Keep one function and pass it again: it is asked once after every refresh.
             recent_steps: Only windows that start within the last so many steps, in order of arrival.
             recent_episodes: Only from the last so many episodes, in order of arrival.
-            out: A batch of an earlier call with the same arguments, to be overwritten.
-
-        Returns:
-            A nested dict: the fields as ``[batch, window, ...]``; ``valid`` (the step exists), ``learn`` (it
-            belongs to the loss), ``is_first``, ``is_last``, ``terminated``, ``truncated``, all ``[batch, window]``;
-            ``index``, ``[batch, 3]``: stream number, episode and t of the first learning step; where asked for,
-            ``next`` fields and ``n_step`` with ``return``, ``discount`` (0 where it terminated) and ``n``.
+            recent_fraction: The part of the batch for which that holds; the rest comes from everywhere.
+            out: A batch of an earlier call with the same arguments, to be overwritten, or a ring of them.
         """
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise ValueError(f"batch_size: expected a positive integer, got {batch_size!r}")
-        for name, value in (("recent_steps", recent_steps), ("recent_episodes", recent_episodes)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: expected a positive number or None, got {value!r}")
-        with self._lock:
-            starts = self._starts_of(windows, where)
-            low = 0
-            if recent_steps is not None:
-                low = starts.of_recent_steps(recent_steps)
-            if recent_episodes is not None:
-                low = max(low, starts.of_recent_episodes(recent_episodes))
-            if starts.total <= low:
-                raise self._no_windows(windows, "that the restrictions allow " if low or where else "")
-            return self._assemble(starts.draw(batch_size, self._rng, low), windows, out or {})
+        among = Among(where, recent_steps, recent_episodes, recent_fraction)
+        draws = RandomDraws(self._source, batch_size, windows, among, self._rng)
+        with self._source.lock:
+            drawn = draws.draw()
+            assert drawn is not None
+            return self._batch(*drawn, out)
 
-    def at(self, index: torch.Tensor, windows: Windows, *, out: Mapping[str, Any] | None = None) -> Batch:
+    def at(self, index: torch.Tensor, windows: Windows, *, out: Mapping[str, Any] | Ring | None = None) -> Any:
         """The windows at given indices, as a batch's ``index`` holds them.
 
         Raises:
             EpisodeNotFoundError: An episode is not here, or has no window that starts at that step.
         """
-        with self._lock:
-            starts = self._starts_of(windows)
-            handles = index.cpu().numpy()
-            if handles.ndim != 2 or handles.shape[1] != 3:
-                raise ValueError(f"index: expected shape (batch, 3), got {tuple(handles.shape)}")
-            entry = self._index.find(handles[:, 0], handles[:, 1])
-            if (entry < 0).any():
-                lost = handles[np.flatnonzero(entry < 0)[0]].tolist()
-                raise EpisodeNotFoundError(f"index {lost}: this reader has no such episode")
-            start = handles[:, 2] - self._index.t_base.host[entry]
-            usable = starts.usable(torch.from_numpy(entry).to(self._device)).cpu().numpy()
-            bad = (start < 0) | (start >= usable)
-            if bad.any():
-                lost = handles[np.flatnonzero(bad)[0]].tolist()
-                raise EpisodeNotFoundError(f"index {lost}: no window can start at that step")
-            draw = Draw(torch.from_numpy(entry).to(self._device), torch.from_numpy(start).to(self._device))
-            return self._assemble(draw, windows, out or {})
+        with self._source.lock:
+            kind = self._source.kind(windows)
+            draw = self._source.draw_at(kind, _handles(index), None, is_strict=True)
+            return self._batch(kind, kind.starts.with_n(draw, self._rng), out)
 
-    def _mask(self, where: Where) -> Array:
-        """Which index entries a function of the episode table chooses."""
-        table = self._snapshot.episodes
-        chosen = np.asarray(where(table))
-        if chosen.dtype != bool or chosen.shape != (len(table),):
-            raise DataError(
-                f"where: expected {len(table)} bools, one an episode, got {chosen.dtype} of shape {chosen.shape}"
+    def _batch(self, kind: Any, draw: Draw, out: Mapping[str, Any] | Ring | None = None) -> Any:
+        plan = kind.plan(draw)
+        if not isinstance(out, Ring):
+            flat = self._source.carry_out(kind, plan, flat_outputs(out))
+            return to_batch(flat, self._as_tensordict)
+        flat = self._source.carry_out(kind, plan, out.take((kind.windows, len(draw.entry))))
+        out.give(flat)
+        return to_batch(flat, self._as_tensordict)
+
+    def sample_episodes(
+        self,
+        batch_size: int,
+        *,
+        windows: Windows | None = None,
+        where: Where | None = None,
+        index: torch.Tensor | None = None,
+    ) -> Any:
+        """Whole episodes, drawn uniformly, padded at the right to the longest of the batch.
+
+        Args:
+            batch_size: How many.
+            windows: Fields, padding and so on; its length and boundary do not count.
+            where: Only from episodes that this function of the episode table says True for.
+            index: Not drawn but these, as ``[batch, 2]``: stream number and episode.
+        """
+        check_size("batch_size", batch_size)
+        base = replace(windows or Windows(), boundary="pad_right", weight="episode", burn_in=0, bootstrap=0)
+        base = replace(base, length=1, stride=1, squeeze=False, strict_context=False)
+        with self._source.lock:
+            kind = self._source.kind(base, where)
+            if not kind.starts.total:
+                raise self._source.no_windows(base, "that the restrictions allow " if where else "")
+            entry = kind.starts.draw(batch_size, self._rng).entry
+            if index is not None:
+                handles = torch.cat([index.cpu(), torch.zeros((len(index), 1), dtype=torch.int64)], 1)
+                entry = self._source.draw_at(kind, _handles(handles), None, is_strict=False).entry
+            lengths = torch.from_numpy(self._source.index.lengths())[entry.cpu()]
+            whole = self._source.new_kind(replace(base, length=int(lengths.max())), where)
+            return self._batch(whole, whole.starts.with_n(Draw(entry, torch.zeros_like(entry)), self._rng))
+
+    def batches(
+        self,
+        batch_size: int,
+        windows: Windows,
+        *,
+        prefetch: int = 0,
+        where: Where | None = None,
+        recent_steps: int | None = None,
+        recent_episodes: int | None = None,
+        recent_fraction: float = 1.0,
+        out: Ring | None = None,
+    ) -> Batches:
+        """An endless iterator over batches as `sample` gives them, with ``prefetch`` prepared in the background.
+
+        It draws from a generator of its own, so that its sequence depends neither on ``prefetch`` nor on what else
+        is sampled.
+        """
+        among = Among(where, recent_steps, recent_episodes, recent_fraction)
+        return self._iterate(RandomDraws(self._source, batch_size, windows, among, self._rng.fork()), prefetch, out)
+
+    def epoch(
+        self,
+        batch_size: int,
+        windows: Windows,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        prefetch: int = 0,
+        where: Where | None = None,
+        out: Ring | None = None,
+    ) -> Batches:
+        """An iterator over every window once: those there are now, whatever is committed meanwhile.
+
+        Args:
+            batch_size: Windows in a batch; the last one may be smaller.
+            windows: Which, and what comes with them.
+            shuffle: In random order; else in order of arrival.
+            drop_last: Leave out a last batch that is not full.
+            prefetch: Batches to prepare in the background.
+            where: Only from episodes that this function of the episode table says True for.
+            out: A ring of output memory.
+        """
+        with self._source.lock:
+            draws = EpochDraws(
+                self._source, batch_size, windows, where, self._rng.fork(), shuffle=shuffle, drop_last=drop_last
             )
-        numbers = np.array([self._index.numbers[name] for name in self._snapshot.names], np.int64)
-        stream = numbers[table.stream_positions[chosen]] if len(table) else numbers[:0]
-        entry = self._index.find(stream, table["episode"][chosen])
-        mask = np.zeros(self._index.n, bool)
-        mask[entry[entry >= 0]] = True
-        return mask
+        return self._iterate(draws, prefetch, out)
 
-    def _starts_of(self, windows: Windows, where: Where | None = None) -> Starts:
-        starts = self._starts.get((windows, where))
-        if starts is None:
-            self._check_fields(windows)
-            with_observation = self.schema.reward_alignment == "observation"
-            mask = None if where is None else lambda: self._mask(where)
-            starts = self._starts[windows, where] = Starts(self._index, windows, with_observation, mask)
-            if len(self._starts) > _MAX_KINDS:
-                self._starts.pop(next(iter(self._starts)))  # whoever passes a new function each time
-            steps = self._relative[windows] = relative(windows, self._device)
-            self._is_learning[windows] = (steps >= 0) & (steps <= windows.reach)
-        starts.update()
-        return starts
+    def staged(
+        self,
+        batch_size: int,
+        windows: Windows,
+        *,
+        reuse: float = 1.0,
+        prefetch: int = 0,
+        where: Where | None = None,
+        out: Ring | None = None,
+    ) -> Batches:
+        """An endless iterator for stores far larger than the cache. **Not uniform at any one moment**.
 
-    def _check_fields(self, windows: Windows) -> None:
-        selected_paths(self.schema, windows.fields)
-        selected_paths(self.schema, [name for name, _ in windows.offsets])
-        selected_paths(self.schema, windows.next_fields)
-        if windows.n_step is not None and self.schema.reward is None:
-            raise DataError("n_step: the schema has no reward field")
+        Windows come from the part of the store that is resident, and other parts rotate in in the background. Over
+        a whole round every window is equally likely; ``stats()`` tells the reuse and the distance from uniform.
 
-    def _no_windows(self, windows: Windows, condition: str) -> DataError:
-        lengths = self._index.lengths()
-        if not len(lengths):
-            return DataError(f"{self._snapshot!r} has no episode to draw from")
-        needed = (
-            windows.reach + 1 + windows.lead + (windows.bootstrap * windows.stride if windows.strict_context else 0)
-        )
-        return DataError(
-            f"no episode {condition}has {needed} usable steps, so no such window exists; the longest of all has"
-            f" {lengths.max()}"
-        )
+        Args:
+            batch_size: Windows in a batch.
+            windows: Which, and what comes with them.
+            reuse: Draws for every window that is loaded, on average.
+            prefetch: Batches to prepare in the background.
+            where: Only from episodes that this function of the episode table says True for.
+            out: A ring of output memory.
+        """
+        with self._source.lock:
+            room = self._source.cache.room(windows.fields)
+            segment = max(1, room // (_SEGMENTS + 1))
+            draws = StagedDraws(
+                self._source,
+                batch_size,
+                windows,
+                where,
+                self._rng.fork(),
+                reuse=reuse,
+                segment=segment,
+                n_resident=_SEGMENTS,
+            )
+        return self._iterate(draws, prefetch, out)
 
-    def _assemble(self, draw: Draw, windows: Windows, out: Mapping[str, Any]) -> Batch:
-        assert self._cache is not None
-        steps = self._steps(draw, windows)
-        after = self._after(steps, windows) if windows.needs_next else None
-        wanted, masks = self._wanted(steps, after, windows)
-        values = self._cache.gather(wanted, _flat_tensors(out))
-        _pad(values, masks, windows)
-        extra = self._n_step(values, after, windows) if after is not None else {}
-        batch: Batch = nest(values)
-        batch.update(extra)
-        batch.update(self._masks(steps, after, windows))
-        index = self._index
-        t = index.t_base.device[draw.entry] + draw.start.clamp(min=0)
-        handle = (index.stream.device[draw.entry].to(torch.int64), index.episode.device[draw.entry], t)
-        batch["index"] = torch.stack(handle, 1)
-        return batch
+    def _iterate(self, draws: Draws, prefetch: int, ring: Ring | None) -> Batches:
+        return Batches(self._source, draws, prefetch=prefetch, ring=ring, as_tensordict=self._as_tensordict)
 
-    def _steps(self, draw: Draw, windows: Windows) -> _Steps:
-        logical, flags = self._index.logical.device, self._index.flags.device[draw.entry]
-        n = logical[draw.entry + 1] - logical[draw.entry] - (flags & HAS_FINAL)
-        position = draw.start[:, None] + self._relative[windows]
-        if windows.is_inside:
-            return _Steps(draw.entry, position, position, None, n, flags)
-        last = (n - 1)[:, None]
-        inside = torch.minimum(position.clamp(min=0), last)
-        return _Steps(draw.entry, position, inside, inside == position, n, flags)
+    def pin(self, index: torch.Tensor, windows: Windows) -> None:
+        """Keep the chunks of these windows in the cache until `unpin`.
 
-    def _after(self, steps: _Steps, windows: Windows) -> _After:
-        """Where each step's transition leads: n steps on, or to where the episode stops before."""
-        low, high = windows.n_range
-        n = torch.full((len(steps.entry), 1), low, device=self._device)
-        if high > low:
-            n = n + self._rng.below(len(steps.entry), high - low + 1, self._device)[:, None]
-        good = HAS_FINAL if self.schema.reward_alignment == "observation" else HAS_FINAL | TERMINATED
-        has_end = (steps.flags & good) != 0
-        stop = (steps.n - 1 + has_end.to(steps.n.dtype))[:, None]
-        taken = torch.minimum(n, stop - steps.inside).clamp(min=0)
-        position = steps.inside + taken
-        reached_end = position == steps.n[:, None]
-        is_terminal = reached_end & ((steps.flags & TERMINATED) != 0)[:, None]
-        last_row = (steps.n - 1 + (steps.flags & HAS_FINAL))[:, None]
-        return _After(taken, torch.minimum(position, last_row), is_terminal)
+        Raises:
+            ValueError: They do not fit; nothing is pinned.
+        """
+        with self._source.lock:
+            kind = self._source.kind(windows)
+            draw = self._source.draw_at(kind, _handles(index), None, is_strict=True)
+            plan = kind.plan(kind.starts.with_n(draw, Counter(0)))
+            self._source.cache.pin(plan.wanted.values())
 
-    def _wanted(
-        self, steps: _Steps, after: _After | None, windows: Windows
-    ) -> tuple[dict[str, Wanted], dict[str, torch.Tensor]]:
-        """The rows to read by output key, and for keys that need padding the steps that exist."""
-        wanted: dict[str, Wanted] = {}
-        masks: dict[str, torch.Tensor] = {}
-        rows = self._index.rows(steps.entry, steps.inside)
-        for path in selected_paths(self.schema, windows.fields):
-            wanted[path] = Wanted(path, rows.source, rows.row)
-            if steps.exists is not None:
-                masks[path] = steps.exists
-        for name, offsets in windows.offsets:
-            position = steps.inside[..., None] + torch.tensor(offsets, device=self._device)
-            inside = torch.minimum(position.clamp(min=0), (steps.n - 1)[:, None, None])
-            stacked = self._index.rows(steps.entry, inside)
-            for path in selected_paths(self.schema, (name,)):
-                wanted[path] = Wanted(path, stacked.source, stacked.row)
-                masks[path] = inside == position
-        if after is not None:
-            rows = self._index.rows(steps.entry, after.position)
-            for path in selected_paths(self.schema, windows.next_fields):
-                wanted[f"next/{path}"] = Wanted(path, rows.source, rows.row)
-            if windows.n_step is not None:
-                wanted["n_step/return"] = self._rewards(steps, windows)
-        return wanted, masks
+    def unpin(self) -> None:
+        with self._source.lock:
+            self._source.cache.unpin()
 
-    def _rewards(self, steps: _Steps, windows: Windows) -> Wanted:
-        """The rewards of the next n transitions of each step, as far as they exist."""
-        assert self.schema.reward is not None
-        shift = int(self.schema.reward_alignment == "observation")
-        ahead = torch.arange(shift, shift + windows.n_range[1], device=self._device)
-        last_row = (steps.n - 1 + (steps.flags & HAS_FINAL))[:, None, None]
-        rows = self._index.rows(steps.entry, torch.minimum(steps.inside[..., None] + ahead, last_row))
-        return Wanted(self.schema.reward, rows.source, rows.row)
+    def invalidate(self) -> None:
+        """Drop everything that was read; it is read again when it is asked for."""
+        with self._source.lock:
+            self._source.cache.invalidate()
 
-    def _n_step(self, values: dict[str, torch.Tensor], after: _After, windows: Windows) -> Batch:
-        if windows.n_step is None:
-            return {}
-        rewards = values.pop("n_step/return")
-        rewards = rewards.reshape(*after.taken.shape, -1).to(torch.float32)
-        power = torch.arange(rewards.shape[-1], device=self._device)
-        weight = torch.pow(windows.gamma, power) * (power < after.taken[..., None])
-        discount = torch.pow(windows.gamma, after.taken).masked_fill(after.is_terminal, 0.0)
-        return {"n_step": {"return": (rewards * weight).sum(-1), "discount": discount, "n": after.taken}}
-
-    def _masks(self, steps: _Steps, after: _After | None, windows: Windows) -> Batch:
-        exists = steps.exists
-        if exists is None:
-            exists = torch.ones_like(steps.position, dtype=torch.bool)
-        learn = exists & self._is_learning[windows]
-        if after is not None:
-            learn &= after.taken > 0
-        # How the episode ended, where its last step is, else 0.
-        end = (steps.flags + MARK)[:, None] * (steps.position == (steps.n - 1)[:, None])
-        return {
-            "valid": exists,
-            "learn": learn,
-            "is_first": steps.position == -self._index.t_base.device[steps.entry][:, None],
-            "is_last": (end & (MARK | OPEN)) == MARK,
-            "terminated": (end & TERMINATED) != 0,
-            "truncated": (end & TRUNCATED) != 0,
-        }
+    def resize(self, *, cache_bytes: int | str | None = None, host_cache_bytes: int | str | None = None) -> None:
+        """Change the bounds of the caches; what does not fit any more is dropped."""
+        source = self._source
+        with source.lock:
+            if cache_bytes is not None:
+                source.budget = parse_bytes(cache_bytes, "cache_bytes")
+            if host_cache_bytes is not None:
+                source.host_budget = parse_bytes(host_cache_bytes, "host_cache_bytes")
+            source.cache.resize(source.budget, source.host_budget)
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on drawing the same windows."""
-        with self._lock:
+        with self._source.lock:
             return self._rng.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with self._lock:
+        with self._source.lock:
             self._rng.load_state_dict(dict(state))
 
     def stats(self) -> dict[str, Any]:
         """What the cache has done so far, and what it and the index take."""
-        with self._lock:
-            cache = self._cache
-            figures = asdict(cache.stats) if cache else {}
-            return figures | {
-                "cache_bytes": cache.nbytes if cache else 0,
-                "host_cache_bytes": cache.tier.nbytes if cache else 0,
-                "index_bytes": self._index.nbytes,
-                "n_episodes": self._index.n,
-            }
+        with self._source.lock:
+            return self._source.stats()
 
 
-def _pad(values: dict[str, torch.Tensor], masks: Mapping[str, torch.Tensor], windows: Windows) -> None:
-    """Overwrite steps that do not exist, unless they repeat the nearest."""
-    if windows.pad == "repeat":
-        return
-    fill = 0.0 if windows.pad == "zero" else float(windows.pad)
-    for key, exists in masks.items():
-        absent = ~exists.reshape(*exists.shape, *(1,) * (values[key].dim() - exists.dim()))
-        values[key].masked_fill_(absent, fill)
+_SEGMENTS = 16  # of staged draws that are resident at a time; one more is on its way
 
 
-def _flat_tensors(out: Mapping[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    flat: dict[str, torch.Tensor] = {}
-    for name, value in out.items():
-        if isinstance(value, Mapping):
-            flat |= _flat_tensors(value, f"{prefix}{name}/")
-        else:
-            flat[prefix + name] = value
-    return flat
+def _handles(index: torch.Tensor) -> Any:
+    if index.dim() != 2 or index.shape[1] != 3 or index.dtype != torch.int64:
+        raise DataError(
+            f"index: expected int64 of shape (batch, 3), got {index.dtype} of shape {tuple(index.shape)}"
+        )
+    return index.cpu().numpy()

@@ -28,12 +28,22 @@ class Counter:
         self.seed = seed & ((1 << 64) - 1)
         self.counter = counter
 
-    def bits(self, n: int, device: torch.device) -> torch.Tensor:
-        """The next ``n`` numbers of 64 random bits, as int64."""
+    @property
+    def mixed_seed(self) -> int:
+        """What the counter is added to: the seed, spread over all bits."""
+        return _mix(self.seed)
+
+    def take(self, n: int) -> int:
+        """Use up ``n`` numbers; returns the counter of the first."""
         start = self.counter
         self.counter += n
+        return start
+
+    def bits(self, n: int, device: torch.device) -> torch.Tensor:
+        """The next ``n`` numbers of 64 random bits, as int64."""
+        start = self.take(n)
         z = torch.arange(start + 1, start + n + 1, dtype=torch.int64, device=device)
-        z = z.mul_(_GOLDEN).add_(_signed(_mix(self.seed)))
+        z = z.mul_(_GOLDEN).add_(_signed(self.mixed_seed))
         z = z.bitwise_xor_(_shift_right(z, 30)).mul_(_MIX_1)
         z = z.bitwise_xor_(_shift_right(z, 27)).mul_(_MIX_2)
         return z.bitwise_xor_(_shift_right(z, 31))
@@ -46,7 +56,14 @@ class Counter:
         """The next ``n`` integers uniform in [0, limit), limit a number or a tensor of them."""
         scaled = self.uniform(n, device).mul_(limit).floor_().to(torch.int64)
         # For limits past 2**52 the product may round up to the limit itself.
-        return torch.minimum(scaled, torch.as_tensor(limit, device=device) - 1)
+        if isinstance(limit, int):
+            return scaled.clamp_(max=limit - 1)
+        return torch.minimum(scaled, limit - 1)
+
+    def fork(self) -> Counter:
+        """A generator of its own, whose seed is drawn from this one."""
+        start = self.take(1)
+        return Counter(_mix((self.mixed_seed + start * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)))
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "counter": self.counter}

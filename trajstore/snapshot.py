@@ -224,13 +224,17 @@ class Snapshot:
         try:
             return read()
         except MissingChunkError as missing:
-            fresh = Snapshot.load(self._storage, self._schema)
-            first = _first_rows([s.record for s in fresh._streams.values()]).get(reader.record.id, 0)
-            if reader.record.id not in fresh._streams or first > row:
-                raise SnapshotExpiredError(
-                    f"rows from {row} on of stream '{reader.record.id}' were evicted; refresh the store"
-                ) from missing
-            raise CorruptionError(str(missing)) from missing
+            raise self.reason(missing, row) from missing
+
+    def reason(self, missing: MissingChunkError, row: int) -> SnapshotExpiredError | CorruptionError:
+        """Why a chunk with this row is missing, by the newest records."""
+        fresh = Snapshot.load(self._storage, self._schema)
+        first = _first_rows([s.record for s in fresh._streams.values()]).get(missing.stream, 0)
+        if missing.stream not in fresh._streams or first > row:
+            return SnapshotExpiredError(
+                f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"
+            )
+        return CorruptionError(str(missing))
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self._storage.display}: {len(self._streams)} streams, {self.n_rows} rows>"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import torch
 
+from trajstore.chains import Chains
 from trajstore.growing import Growing
 from trajstore.index import HAS_FINAL, EpisodeIndex
 from trajstore.rng import Counter
@@ -17,10 +19,14 @@ from trajstore.windows import Windows, starts_before, usable_steps
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Windows: the index entry of their episode and the position of their first learning step."""
+    """Windows: the index entry of their episode and the position of their first learning step.
+
+    ``n`` is the number of steps of each window's n-step return, where it is drawn from a range.
+    """
 
     entry: torch.Tensor
     start: torch.Tensor
+    n: torch.Tensor | None = None
 
 
 class Starts:
@@ -35,14 +41,17 @@ class Starts:
         spec: Windows,
         reward_with_observation: bool,
         mask: Callable[[], Array] | None = None,
+        kernels: ModuleType | None = None,
     ) -> None:
         self._index = index
         self._spec = spec
         self._reward_with_observation = reward_with_observation
         self._mask = mask  # gives, by entry, which episodes may be drawn
+        self._kernels = kernels
         self._sums = Growing(np.int64, index.device)
         self._n_closed = 0
         self._seen = (-1, -1)
+        self.chains: Chains | None = None
 
     def _usable(self, start: int) -> Array:
         index = self._index
@@ -54,7 +63,9 @@ class Starts:
         index = self._index
         if self._seen == (index.generation, index.version):
             return
-        is_same = self._seen[0] == index.generation and self._mask is None
+        if self._spec.boundary == "cross":
+            self.chains = Chains(index)
+        is_same = self._seen[0] == index.generation and self._mask is None and self.chains is None
         start = self._n_closed if is_same else 0
         mass = self._mass(start)
         before = int(self._sums.host[start - 1]) if start else 0
@@ -64,17 +75,37 @@ class Starts:
 
     def _mass(self, start: int) -> Array:
         n = self._usable(start)
-        counts = self._spec.n_starts(n)
+        counts = self._counts(n)
         if self._mask is not None:
             counts = counts * self._mask()[start:]
         if self._spec.weight == "window":
             return counts
         return (counts > 0) * (n if self._spec.weight == "step" else 1)
 
+    def _counts(self, n: Array) -> Array:
+        if self.chains is None:
+            return self._spec.n_starts(n)
+        counts: Array = np.minimum(n, self.chains.left - self._spec.reach).clip(0)
+        return counts
+
     @property
     def total(self) -> int:
         """What a draw is uniform over: windows, steps or episodes."""
         return int(self._sums.host[-1]) if self._sums.n else 0
+
+    @property
+    def usable_steps(self) -> Array:
+        """By entry: steps that a window may learn from."""
+        return self._usable(0)
+
+    @property
+    def sums(self) -> Array:
+        """By entry: what may be drawn up to and including it."""
+        return self._sums.host
+
+    @property
+    def nbytes(self) -> int:
+        return self._sums.nbytes
 
     def of_recent_episodes(self, n: int) -> int:
         """What lies before the last ``n`` episodes."""
@@ -91,32 +122,56 @@ class Starts:
         if entry == self._index.n:
             return self.total
         low = int(self._sums.host[entry - 1]) if entry else 0
-        if self._spec.weight != "window" or int(self._sums.host[entry]) == low:
+        count = int(self._sums.host[entry]) - low
+        if self._spec.weight != "window" or count == 0:
             return low  # an episode is drawn as a whole
         skipped = before - (int(sums[entry - 1]) if entry else 0)
+        if self.chains is not None:
+            return low + min(count, skipped)
         return low + starts_before(self._spec, int(self._usable(entry)[0]), skipped)
 
-    def draw(self, n: int, rng: Counter, low: int = 0, high: int | None = None) -> Draw:
-        """Draw ``n`` with replacement from ``[low, high)`` of the total."""
-        device = self._index.device
-        high = self.total if high is None else high
-        number = rng.below(n, high - low, device)
-        return self.locate(number.add_(low) if low else number, rng)
+    def draw(self, n: int, rng: Counter, low: int = 0) -> Draw:
+        """Draw ``n`` with replacement from what lies at ``low`` and after."""
+        if self._kernels is None or self._spec.weight != "window":
+            number = rng.below(n, self.total - low, self._index.device)
+            return self.locate(number.add_(low) if low else number, rng)
+        entry, offset = torch.empty((2, n), dtype=torch.int64).unbind(0)
+        state = np.uint64(rng.mixed_seed), np.uint64(rng.take(n))
+        self._kernels.draw(*state, low, self.total - low, self._sums.host, entry.numpy(), offset.numpy())
+        return self._with_n(entry, self._start(entry, offset), rng)
 
-    def locate(self, number: torch.Tensor, rng: Counter | None = None) -> Draw:
+    def locate(self, number: torch.Tensor, rng: Counter) -> Draw:
         """The windows of given numbers; with weights other than ``window`` the start is drawn."""
-        sums = self._sums.device
+        sums, spec = self._sums.device, self._spec
         entry = torch.searchsorted(sums, number, right=True)
-        spec = self._spec
         if spec.weight == "window":
             offset = number - torch.where(entry > 0, sums[entry - 1], 0)
-            if spec.boundary not in ("pad_both", "pad_left"):
-                return Draw(entry, offset + spec.lead if spec.lead else offset)
+            return self._with_n(entry, self._start(entry, offset), rng)
+        offset = rng.below(len(entry), self._n_starts(entry), self._index.device)
+        return self._with_n(entry, self._start(entry, offset), rng)
+
+    def _n_starts(self, entry: torch.Tensor) -> torch.Tensor:
         n = self.usable(entry)
-        if spec.weight != "window":
-            assert rng is not None
-            offset = rng.below(len(entry), spec.n_starts(n), self._index.device)
-        return Draw(entry, spec.start(offset, n))
+        if self.chains is None:
+            return self._spec.n_starts(n)
+        left = torch.from_numpy(self.chains.left).to(entry.device)[entry]
+        return torch.minimum(n, left - self._spec.reach)
+
+    def _start(self, entry: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+        spec = self._spec
+        if spec.boundary in ("pad_both", "pad_left"):
+            return spec.start(offset, self.usable(entry))
+        return offset + spec.lead if spec.lead else offset
+
+    def _with_n(self, entry: torch.Tensor, start: torch.Tensor, rng: Counter) -> Draw:
+        low, high = self._spec.n_range
+        if low == high:
+            return Draw(entry, start)
+        return Draw(entry, start, rng.below(len(entry), high - low + 1, self._index.device).add_(low))
+
+    def with_n(self, draw: Draw, rng: Counter) -> Draw:
+        """The same windows, with the steps of their n-step returns drawn where that is asked for."""
+        return self._with_n(draw.entry, draw.start, rng) if draw.n is None else draw
 
     def usable(self, entry: torch.Tensor) -> torch.Tensor:
         """Steps that a window may learn from, of the episodes at these entries."""

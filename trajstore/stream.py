@@ -18,7 +18,15 @@ from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage
 _WAVE_CHUNKS = 64
 
 
-class MissingChunkError(CorruptionError):
+class ChunkError(CorruptionError):
+    """A chunk is damaged: the rows ``[start, stop)`` of a stream."""
+
+    def __init__(self, message: str, stream: str, start: int, stop: int) -> None:
+        super().__init__(message)
+        self.stream, self.start, self.stop = stream, start, stop
+
+
+class MissingChunkError(ChunkError):
     """A committed chunk is not there: evicted since, or lost."""
 
 
@@ -95,9 +103,13 @@ class StreamReader:
         try:
             yield
         except FileNotFoundError as error:
-            raise MissingChunkError(f"{self._chunk_name(path, layout, index)} is missing") from error
+            rows = index * layout.chunk_rows, (index + 1) * layout.chunk_rows
+            name = self._chunk_name(path, layout, index)
+            raise MissingChunkError(f"{name} is missing", self.record.id, *rows) from error
         except CorruptionError as error:
-            raise CorruptionError(f"{self._chunk_name(path, layout, index)}: {error}") from error
+            rows = index * layout.chunk_rows, (index + 1) * layout.chunk_rows
+            name = self._chunk_name(path, layout, index)
+            raise ChunkError(f"{name}: {error}", self.record.id, *rows) from error
 
     def _chunk_bytes(self, path: str, layout: ArrayLayout, index: int) -> bytes:
         key = f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"

@@ -35,10 +35,12 @@ class Storage:
     Attributes:
         display: The URL without credentials, for messages.
         n_threads: How many calls `map` makes at a time.
+        is_remote: Whether a read is a request over the network, rather than a look into this machine's memory.
     """
 
     display: str
     n_threads: int
+    is_remote = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

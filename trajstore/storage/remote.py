@@ -56,6 +56,7 @@ class FsspecStorage(Storage):
         self._filesystem: Any = None
         self._path_root = ""
         self.display = _without_credentials(url)
+        self.is_remote = not url.startswith("memory:")
         self._secrets = tuple(_secrets(url, options))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,0 +1,224 @@
+"""Batches one after the other, the next ones prepared in the background."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trajstore.assembler import Assembler, Kind
+from trajstore.draws import Draws, StagedDraws
+from trajstore.errors import ClosedError, TrajstoreError
+from trajstore.outputs import Ring, to_batch
+from trajstore.plan import Plan
+from trajstore.starts import Draw
+
+_PIECE = 64  # windows whose chunks are loaded at a time when a segment enters
+
+
+@dataclass(slots=True)
+class _Ready:
+    """A batch, and on a GPU the event after which it may be read."""
+
+    batch: dict[str, torch.Tensor]
+    event: Any = None
+
+
+@dataclass(slots=True)
+class _Queued:
+    """A batch on its way: its windows, by handle, and the work."""
+
+    kind: Kind
+    windows: torch.Tensor  # [B, 3]: stream number, episode, t of the start, also where it lies outside
+    n: torch.Tensor | None
+    work: Future[_Ready]
+
+
+class Batches(Iterator[Any]):
+    """An iterator over batches; iterate, or take single ones with ``next``.
+
+    Windows are drawn on the thread that iterates, in its order. With ``prefetch``, so many batches beyond the one
+    that is given out are planned, and a thread reads and assembles them; the sequence is the same without. An
+    exception of that thread is raised in place of its batch, and the batches after it go on.
+    """
+
+    def __init__(
+        self, source: Assembler, draws: Draws, *, prefetch: int = 0, ring: Ring | None = None, as_tensordict: bool
+    ) -> None:
+        if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+            raise ValueError(f"prefetch: expected 0 or a positive integer, got {prefetch!r}")
+        if ring is not None and len(ring) < prefetch + 2:
+            raise ValueError(f"out: expected a ring of at least {prefetch + 2} (prefetch + 2), got {len(ring)}")
+        self._source = source
+        self._draws = draws
+        self._prefetch = prefetch
+        self._ring = ring
+        self._as_tensordict = as_tensordict
+        self._queue: deque[_Queued] = deque()
+        self._is_over = self._is_closed = False
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-prefetch") if prefetch else None
+        self._loader = _Loader(source, draws) if isinstance(draws, StagedDraws) else None
+
+    def __next__(self) -> Any:
+        if self._is_closed:
+            raise ClosedError("these batches are closed")
+        self._fill()
+        if not self._queue:
+            raise StopIteration
+        ready = self._queue.popleft().work.result()
+        if ready.event is not None:
+            torch.cuda.current_stream(self._source.device).wait_event(ready.event)
+        return to_batch(ready.batch, self._as_tensordict)
+
+    def _fill(self) -> None:
+        while len(self._queue) <= self._prefetch and not self._is_over:
+            with self._source.lock:
+                drawn = self._draws.draw()
+                if drawn is None:
+                    self._is_over = True
+                    return
+                self._enqueue(*drawn)
+            if self._loader is not None:
+                self._loader.follow()
+
+    def _enqueue(self, kind: Kind, draw: Draw) -> None:
+        plan = kind.plan(draw)
+        windows = plan.known["index"].clone()
+        windows[:, 2] = self._source.index.t_base.device[draw.entry] + draw.start
+        self._queue.append(_Queued(kind, windows, draw.n, self._submit(kind, plan)))
+
+    def _submit(self, kind: Kind, plan: Plan) -> Future[_Ready]:
+        if self._threads is not None:
+            before = _event(self._source.device)
+            return self._threads.submit(self._assemble, kind, plan, before)
+        done: Future[_Ready] = Future()
+        try:
+            done.set_result(self._assemble(kind, plan, None))
+        except (TrajstoreError, OSError) as error:
+            done.set_exception(error)
+        return done
+
+    def _assemble(self, kind: Kind, plan: Plan, before: Any) -> _Ready:
+        with self._source.lock, _side_stream(self._source.device, before) as side:
+            outs = self._ring.take((kind.windows, len(plan.known["index"]))) if self._ring is not None else {}
+            batch = self._source.carry_out(kind, plan, outs)
+            if self._ring is not None:
+                self._ring.give(batch)
+            return _Ready(batch, side.record_event() if side is not None else None)
+
+    def __len__(self) -> int:
+        """Batches of the whole epoch."""
+        if not hasattr(self._draws, "n_batches"):
+            raise TypeError("batches drawn at random have no end")
+        return int(self._draws.n_batches)
+
+    def stats(self) -> dict[str, Any]:
+        """What was skipped, and for staged draws how far from uniform they are."""
+        return self._draws.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on with the batch after the one given out last, with any ``prefetch``."""
+        with self._source.lock:
+            return {
+                "draws": self._draws.state_dict(),
+                "streams": list(self._source.index.numbers),
+                "queued": [(q.windows.cpu(), None if q.n is None else q.n.cpu()) for q in self._queue],
+                "is_over": self._is_over,
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another iterator was, also one of another process.
+
+        Raises:
+            EpisodeNotFoundError: Windows that were planned are not here any more.
+        """
+        with self._source.lock:
+            numbers = self._source.index.numbers
+            stream = torch.tensor([numbers.get(name, -1) for name in state["streams"]], dtype=torch.int64)
+            kind = self._draws.kind
+            plans = []
+            for windows, n in state["queued"]:
+                handles = torch.stack([stream[windows[:, 0]], windows[:, 1], windows[:, 2]], 1).numpy()
+                on_device = None if n is None else n.to(self._source.device)
+                plans.append(self._source.draw_at(kind, handles, on_device, is_strict=False))
+            self._draws.load_state_dict(state["draws"])
+            self._is_over = bool(state["is_over"])
+            self._drop_queue()
+            for draw in plans:
+                self._enqueue(kind, draw)
+
+    def _drop_queue(self) -> None:
+        while self._queue:
+            self._queue.pop().work.cancel()
+
+    def close(self) -> None:
+        """End the background work; what was prepared is dropped. May be called again."""
+        self._is_closed = True
+        self._drop_queue()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+        if self._loader is not None:
+            self._loader.close()
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Loader:
+    """Loads the segment that enters next, some windows at a time, while others are drawn from."""
+
+    def __init__(self, source: Assembler, draws: StagedDraws) -> None:
+        self._source = source
+        self._draws = draws
+        self._segment = -1
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-staged")
+        self._work: Future[None] | None = None
+
+    def follow(self) -> None:
+        """See whether another segment is next; raises what loading the last one raised."""
+        if self._work is not None and self._work.done():
+            self._work.result()
+        if self._draws.next_segment != self._segment:
+            self._segment = self._draws.next_segment
+            self._work = self._threads.submit(self._load, self._segment)
+
+    def _load(self, segment: int) -> None:
+        kind = self._draws.kind
+        with self._source.lock:
+            draw = self._draws.windows_of(segment, every=kind.windows.size)
+        for first in range(0, len(draw.entry), _PIECE):
+            piece = slice(first, first + _PIECE)
+            with self._source.lock:  # held for one piece at a time: batches are made in between
+                if segment != self._segment:
+                    return
+                n = None if draw.n is None else draw.n[piece]
+                plan = kind.plan(Draw(draw.entry[piece], draw.start[piece], n))
+                self._source.cache.load(plan.wanted.values())
+
+    def close(self) -> None:
+        self._segment = -1
+        self._threads.shutdown(wait=True)
+
+
+def _event(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def _side_stream(device: torch.device, before: Any) -> Iterator[Any]:
+    """A CUDA stream for background work, after ``before``; nothing elsewhere."""
+    if device.type != "cuda" or before is None:
+        yield None
+        return
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_event(before)
+    with torch.cuda.stream(side):
+        yield side

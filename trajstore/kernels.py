@@ -1,0 +1,202 @@
+"""Compiled loops for the CPU: what takes tens of small tensor operations elsewhere, in one pass.
+
+Each has a twin in tensor operations that gives the same values; a GPU uses that one. All release the GIL, none
+starts threads. Importing this module imports numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from trajstore.schema import Array
+
+F = TypeVar("F", bound=Callable[..., object])
+
+HAS_FINAL, TERMINATED, TRUNCATED, OPEN = 1, 2, 4, 8  # as in the index
+
+
+def _compiled(function: F) -> F:
+    """Compile when first called; the machine code is kept on disk where a directory for it can be written."""
+    try:
+        done: F = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no place for a cache
+        done = numba.njit(nogil=True)(function)
+    return done
+
+
+@intrinsic
+def _copy_bytes(context: Any, out: Any, to: Any, data: Any, at: Any, n: Any) -> Any:
+    """Copy between flat uint8 arrays by memcpy: a compiled loop takes twice as long."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        out, to, data, at, n = arguments
+        target = context.make_array(signature.args[0])(context, builder, out)
+        origin = context.make_array(signature.args[2])(context, builder, data)
+        cgutils.raw_memcpy(builder, builder.gep(target.data, [to]), builder.gep(origin.data, [at]), n, 1)
+        return context.get_dummy_value()
+
+    return types.void(out, types.int64, data, types.int64, types.int64), generate
+
+
+@_compiled
+def draw(
+    seed: np.uint64, counter: np.uint64, low: int, limit: int, sums: Array, entry: Array, offset: Array
+) -> None:
+    """Draw numbers uniform in [low, low + limit) and find them in running sums: the entry, and the offset in it."""
+    for i in range(len(entry)):
+        z = (counter + np.uint64(i + 1)) * np.uint64(0x9E3779B97F4A7C15) + seed
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+        number = np.int64(np.float64(z >> np.uint64(11)) * 2.0**-53 * np.float64(limit))
+        number = min(number, limit - 1) + low
+        left, right = 0, len(sums)
+        while left < right:
+            middle = (left + right) >> 1
+            if sums[middle] <= number:
+                left = middle + 1
+            else:
+                right = middle
+        entry[i] = left
+        offset[i] = number - (sums[left - 1] if left > 0 else 0)
+
+
+@_compiled
+def _span_of(span_logical: Array, wanted: int) -> int:
+    """The span that holds a row, counted through."""
+    left, right = 0, len(span_logical)
+    while left < right:
+        middle = (left + right) >> 1
+        if span_logical[middle] <= wanted:
+            left = middle + 1
+        else:
+            right = middle
+    return left - 1
+
+
+@_compiled
+def frame(
+    entry: Array,
+    start: Array,
+    steps: Array,
+    is_learning: Array,
+    logical: Array,
+    flags: Array,
+    t_base: Array,
+    stream: Array,
+    episode: Array,
+    masks: Array,
+    inside: Array,
+    handles: Array,
+) -> None:
+    """Positions of each window's steps, moved to the nearest that exist, the six masks, and the windows' handles."""
+    for b in range(len(entry)):
+        e = entry[b]
+        flag = flags[e]
+        last = logical[e + 1] - logical[e] - (flag & HAS_FINAL) - 1
+        first = -t_base[e]
+        is_ended, is_terminated = flag & OPEN == 0, flag & TERMINATED != 0
+        is_truncated = flag & TRUNCATED != 0
+        handles[b, 0] = stream[e]
+        handles[b, 1] = episode[e]
+        handles[b, 2] = max(start[b], 0) - first
+        for j in range(len(steps)):
+            position = start[b] + steps[j]
+            near = min(max(position, 0), last)
+            is_last = position == last
+            inside[b, j] = near
+            masks[0, b, j] = near == position
+            masks[1, b, j] = (near == position) & is_learning[j]
+            masks[2, b, j] = position == first
+            masks[3, b, j] = is_last & is_ended
+            masks[4, b, j] = is_last & is_terminated
+            masks[5, b, j] = is_last & is_truncated
+
+
+@_compiled
+def rows(
+    entry: Array,
+    position: Array,
+    logical: Array,
+    span_logical: Array,
+    span_row: Array,
+    span_source: Array,
+    is_simple: bool,
+    row: Array,
+    source: Array,
+) -> None:
+    """Row and source of positions in episodes; neighbours mostly share a span, so the last one is tried first."""
+    n_spans = len(span_logical)
+    for b in range(len(entry)):
+        base = logical[entry[b]]
+        span = entry[b] if is_simple else _span_of(span_logical, base + position[b, 0])
+        low, high = span_logical[span], np.int64(1) << 62
+        if span + 1 < n_spans:
+            high = span_logical[span + 1]
+        for j in range(position.shape[1]):
+            wanted = base + position[b, j]
+            if wanted < low or wanted >= high:
+                span = _span_of(span_logical, wanted)
+                low, high = span_logical[span], np.int64(1) << 62
+                if span + 1 < n_spans:
+                    high = span_logical[span + 1]
+            row[b, j] = span_row[span] + (wanted - low)
+            source[b, j] = span_source[span]
+
+
+@_compiled
+def distinct_pages(
+    source: Array, row: Array, row_base: Array, page_rows: int, seen: Array, tick: int, found: Array
+) -> int:
+    """The distinct pages of rows, in order of appearance; ``seen`` remembers by page the last tick it was met."""
+    n = 0
+    last_source = source.shape[1] - 1
+    for b in range(row.shape[0]):
+        low, high = np.int64(0), np.int64(0)  # the page that was met last
+        for j in range(row.shape[1]):
+            address = row[b, j] + row_base[source[b, min(j, last_source)]]
+            if address < low or address >= high:
+                page = address // page_rows
+                low = page * page_rows
+                high = low + page_rows
+                if seen[page] != tick:
+                    seen[page] = tick
+                    found[n] = page
+                    n += 1
+    return n
+
+
+@_compiled
+def copy_rows(
+    arena: Array,
+    row_bytes: int,
+    table: Array,
+    page_rows: int,
+    source: Array,
+    row: Array,
+    row_base: Array,
+    out: Array,
+) -> None:
+    """Copy rows of resident pages, those that lie one after the other as one; arena and out are flat bytes."""
+    n = row.shape[1]
+    last_source = source.shape[1] - 1
+    for b in range(row.shape[0]):
+        j = 0
+        while j < n:
+            origin = source[b, min(j, last_source)]
+            first = row[b, j]
+            address = first + row_base[origin]
+            page = address // page_rows
+            stop = min(n, j + (page + 1) * page_rows - address)
+            k = j + 1
+            while k < stop and row[b, k] - first == k - j and source[b, min(k, last_source)] == origin:
+                k += 1
+            at = (table[page] * page_rows + address - page * page_rows) * row_bytes
+            _copy_bytes(out, (b * n + j) * row_bytes, arena, at, (k - j) * row_bytes)
+            j = k

@@ -1,0 +1,275 @@
+"""From drawn windows to rows and masks: everything about a batch that needs no data.
+
+A plan refers to rows of streams, which never move, so it can be carried out later and by another thread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from trajstore.cache import UNSIGNED
+from trajstore.errors import DataError
+from trajstore.index import HAS_FINAL, MARK, OPEN, TERMINATED, TRUNCATED, EpisodeIndex
+from trajstore.pager import Wanted
+from trajstore.schema import Field, Schema
+from trajstore.snapshot import selected_paths
+from trajstore.starts import Draw, Starts
+from trajstore.windows import Windows, relative
+
+MASKS = ("valid", "learn", "is_first", "is_last", "terminated", "truncated")
+_RESERVED = {*MASKS, "index", "next", "n_step"}
+_NOTHING = torch.empty(0)
+_NEVER = -(1 << 62)  # a position that no step has
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a batch consists of: rows to read by output key, and what is known without reading.
+
+    ``exists`` says for keys that need padding which of their steps exist. ``index`` names the windows.
+    """
+
+    wanted: Mapping[str, Wanted]
+    exists: Mapping[str, torch.Tensor]
+    known: Mapping[str, torch.Tensor]
+    after: After | None
+
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what is known."""
+        return {key: (tuple(value.shape), value.dtype) for key, value in self.known.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class After:
+    """Where the transitions of a batch's steps lead."""
+
+    taken: torch.Tensor  # [B, T]: steps summed over; 0 where a step has no successor
+    position: torch.Tensor  # [B, T]: of the next observation, moved to a row that exists
+    is_terminal: torch.Tensor  # [B, T]: nothing follows, so nothing is bootstrapped
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Positions of a batch's steps, and what is known of their episodes."""
+
+    entry: torch.Tensor  # [B], or [B, T] where windows cross episodes
+    inside: torch.Tensor  # [B, T], moved to the nearest step that exists
+    exists: torch.Tensor | None  # [B, T]; None: all do
+    n: torch.Tensor  # [B, 1] or [B, T]: steps of the episode
+    flags: torch.Tensor  # as n
+    masks: tuple[torch.Tensor, ...]  # [B, T] each, in the order of MASKS
+    handles: torch.Tensor  # [B, 3], of the windows
+
+
+class Planner:
+    """Plans batches of one kind of window. Tensors that do not change are made once."""
+
+    def __init__(self, index: EpisodeIndex, schema: Schema, spec: Windows, kernels: ModuleType | None) -> None:
+        self._index = index
+        self._schema = schema
+        self._spec = spec
+        self._kernels = kernels
+        self._paths = selected_paths(schema, spec.fields)
+        self._next_paths = _next_paths(schema, spec)
+        self._stacks = [(selected_paths(schema, [name]), steps) for name, steps in spec.stacks]
+        self._check()
+        device = index.device
+        self._relative = relative(spec, device)
+        self._is_learning = (self._relative >= 0) & (self._relative <= spec.reach)
+        self._needs_facts = spec.needs_next or bool(spec.stacks)
+        self._constants = (self._relative.numpy(), self._is_learning.numpy()) if kernels is not None else ()
+        self._offsets = [torch.tensor(steps, device=device) for _, steps in self._stacks]
+
+    def _check(self) -> None:
+        schema, spec = self._schema, self._spec
+        for path in self._paths:
+            if path.split("/")[0] in _RESERVED:
+                raise DataError(
+                    f"field '{path}': batches hold something else under that name; leave it out with fields="
+                )
+            if isinstance(spec.pad, (int, float)):
+                _check_pad(path, schema[path], spec.pad)
+        if spec.n_step is not None:
+            if schema.reward is None:
+                raise DataError("n_step: the schema has no reward field")
+            if math.prod(schema[schema.reward].shape) != 1:
+                shape = schema[schema.reward].shape
+                raise DataError(f"n_step: field '{schema.reward}' has shape {shape}, expected one number a step")
+
+    def plan(self, draw: Draw, starts: Starts) -> Plan:
+        """Rows and masks of a batch. No synchronisation with the host."""
+        steps = self._steps(draw, starts)
+        after = self._after(steps, draw) if self._spec.needs_next else None
+        wanted: dict[str, Wanted] = {}
+        exists: dict[str, torch.Tensor] = {}
+        self._want_fields(steps, wanted, exists)
+        self._want_stacks(steps, wanted, exists)
+        masks = steps.masks
+        if after is not None:
+            self._want_next(steps, after, wanted)
+            masks = (masks[0], masks[1] & (after.taken > 0), *masks[2:])
+        return Plan(wanted, exists, dict(zip(MASKS, masks, strict=True)) | {"index": steps.handles}, after)
+
+    def _handles(self, draw: Draw) -> torch.Tensor:
+        index = self._index
+        t = index.t_base.device[draw.entry] + draw.start.clamp(min=0)
+        stream = index.stream.device[draw.entry].to(torch.int64)
+        return torch.stack((stream, index.episode.device[draw.entry], t), 1)
+
+    def _steps(self, draw: Draw, starts: Starts) -> _Steps:
+        if starts.chains is not None:
+            found = starts.chains.steps(draw.entry, draw.start[:, None] + self._relative)
+            n, flags = self._facts(found.entry)
+            position = torch.where(found.exists, found.position, _NEVER)
+            masks = self._masks(found.entry, position, found.exists, n, flags)
+            return _Steps(found.entry, found.position, found.exists, n, flags, masks, self._handles(draw))
+        if self._kernels is not None:
+            return self._compiled_steps(draw)
+        n, flags = (fact[:, None] for fact in self._facts(draw.entry))
+        position = draw.start[:, None] + self._relative
+        inside = position if self._spec.is_inside else torch.minimum(position.clamp(min=0), n - 1)
+        exists = None if self._spec.is_inside else inside == position
+        masks = self._masks(draw.entry[:, None], position, exists, n, flags)
+        return _Steps(draw.entry, inside, exists, n, flags, masks, self._handles(draw))
+
+    def _compiled_steps(self, draw: Draw) -> _Steps:
+        assert self._kernels is not None
+        index, shape = self._index, (len(draw.entry), self._spec.size)
+        block, inside = torch.empty((len(MASKS), *shape), dtype=torch.bool), torch.empty(shape, dtype=torch.int64)
+        handles = torch.empty((shape[0], 3), dtype=torch.int64)
+        facts = (a.host for a in (index.logical, index.flags, index.t_base, index.stream, index.episode))
+        outputs = block.numpy(), inside.numpy(), handles.numpy()
+        self._kernels.frame(draw.entry.numpy(), draw.start.numpy(), *self._constants, *facts, *outputs)
+        masks = block.unbind(0)
+        exists = None if self._spec.is_inside else masks[0]
+        if not self._needs_facts:
+            return _Steps(draw.entry, inside, exists, _NOTHING, _NOTHING, masks, handles)
+        n, flags = (fact[:, None] for fact in self._facts(draw.entry))
+        return _Steps(draw.entry, inside, exists, n, flags, masks, handles)
+
+    def _facts(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Steps and flags of episodes."""
+        logical, flags = self._index.logical.device, self._index.flags.device[entry]
+        return logical[entry + 1] - logical[entry] - (flags & HAS_FINAL), flags
+
+    def _masks(
+        self,
+        entry: torch.Tensor,
+        position: torch.Tensor,
+        exists: torch.Tensor | None,
+        n: torch.Tensor,
+        flags: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        if exists is None:
+            exists = torch.ones_like(position, dtype=torch.bool)
+        # How the episode ended, where its last step is, else 0.
+        end = (flags + MARK) * (position == n - 1)
+        return (
+            exists,
+            exists & self._is_learning,
+            position == -self._index.t_base.device[entry],
+            (end & (MARK | OPEN)) == MARK,
+            (end & TERMINATED) != 0,
+            (end & TRUNCATED) != 0,
+        )
+
+    def _after(self, steps: _Steps, draw: Draw) -> After:
+        """Where each step's transition leads: n steps on, or to where the episode stops before."""
+        good = HAS_FINAL if self._schema.reward_alignment == "observation" else HAS_FINAL | TERMINATED
+        stop = steps.n - 1 + ((steps.flags & good) != 0)
+        ahead = (stop - steps.inside).clamp(min=0)
+        low = self._spec.n_range[0]
+        taken = ahead.clamp(max=low) if draw.n is None else torch.minimum(ahead, draw.n[:, None])
+        position = steps.inside + taken
+        is_terminal = (position == steps.n) & ((steps.flags & TERMINATED) != 0)
+        last_row = steps.n - 1 + (steps.flags & HAS_FINAL)
+        return After(taken, torch.minimum(position, last_row), is_terminal)
+
+    def _want_fields(self, steps: _Steps, wanted: dict[str, Wanted], exists: dict[str, torch.Tensor]) -> None:
+        rows = self._index.rows(steps.entry, steps.inside)
+        for path in self._paths:
+            wanted[path] = Wanted(path, rows.source, rows.row)
+            if steps.exists is not None:
+                exists[path] = steps.exists
+
+    def _want_stacks(self, steps: _Steps, wanted: dict[str, Wanted], exists: dict[str, torch.Tensor]) -> None:
+        for (paths, _), offsets in zip(self._stacks, self._offsets, strict=True):
+            position = steps.inside[..., None] + offsets
+            inside = torch.minimum(position.clamp(min=0), (steps.n - 1)[..., None])
+            rows = self._index.rows(steps.entry, inside)
+            for path in paths:
+                wanted[path] = Wanted(path, rows.source, rows.row)
+                exists[path] = inside == position
+
+    def _want_next(self, steps: _Steps, after: After, wanted: dict[str, Wanted]) -> None:
+        if self._next_paths:
+            rows = self._index.rows(steps.entry, after.position)
+            wanted |= {f"next/{path}": Wanted(path, rows.source, rows.row) for path in self._next_paths}
+        if self._spec.n_step is None:
+            return
+        assert self._schema.reward is not None
+        shift = int(self._schema.reward_alignment == "observation")
+        ahead = torch.arange(shift, shift + self._spec.n_range[1], device=self._index.device)
+        last_row = (steps.n - 1 + (steps.flags & HAS_FINAL))[..., None]
+        rows = self._index.rows(steps.entry, torch.minimum(steps.inside[..., None] + ahead, last_row))
+        wanted["n_step/return"] = Wanted(self._schema.reward, rows.source, rows.row)
+
+    def finish(self, plan: Plan, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The whole batch, flat, from the values that were read."""
+        _pad(values, plan.exists, self._spec)
+        if plan.after is not None and self._spec.n_step is not None:
+            values |= self._n_step(values.pop("n_step/return"), plan.after)
+        values |= plan.known
+        if self._spec.squeeze:
+            values = {key: value if key == "index" else value.squeeze(1) for key, value in values.items()}
+        return values
+
+    def _n_step(self, rewards: torch.Tensor, after: After) -> dict[str, torch.Tensor]:
+        gamma = self._spec.gamma
+        rewards = rewards.reshape(*after.taken.shape, -1)
+        if rewards.dtype is not torch.float64:
+            rewards = rewards.to(torch.float32)
+        power = torch.arange(rewards.shape[-1], device=rewards.device)
+        weight = torch.pow(gamma, power) * (power < after.taken[..., None])
+        discount = torch.pow(gamma, after.taken).masked_fill(after.is_terminal, 0.0)
+        total = (rewards * weight).sum(-1)
+        return {"n_step/return": total, "n_step/discount": discount, "n_step/n": after.taken}
+
+
+def _next_paths(schema: Schema, spec: Windows) -> list[str]:
+    if spec.next_fields != "final":
+        return selected_paths(schema, spec.next_fields)
+    chosen = [path for path in selected_paths(schema, spec.fields) if schema[path].final]
+    if not chosen:
+        raise DataError("next_fields='final': no chosen field of the schema has a value after the last step")
+    return chosen
+
+
+def _pad(values: dict[str, torch.Tensor], exists: Mapping[str, torch.Tensor], spec: Windows) -> None:
+    """Overwrite steps that do not exist, unless they repeat the nearest."""
+    if spec.pad == "repeat":
+        return
+    fill = 0 if spec.pad == "zero" else spec.pad
+    for key, mask in exists.items():
+        value = values[key]
+        if value.dtype in UNSIGNED:
+            value = value.view(UNSIGNED[value.dtype])
+            fill = int(np.array(fill, f"uint{8 * value.itemsize}").astype(f"int{8 * value.itemsize}"))
+        value.masked_fill_(~mask.reshape(*mask.shape, *(1,) * (value.dim() - mask.dim())), fill)
+
+
+def _check_pad(path: str, field: Field, pad: float) -> None:
+    """Refuse a padding value that the field's dtype would change."""
+    kind = field.storage_dtype.kind
+    low, high = (0, 1) if kind == "b" else (-math.inf, math.inf)
+    if kind in "iu":
+        low, high = np.iinfo(field.storage_dtype).min, np.iinfo(field.storage_dtype).max
+    is_float = kind == "f" or field.dtype == "bfloat16"
+    if not is_float and not (float(pad).is_integer() and low <= pad <= high):
+        raise DataError(f"pad: field '{path}' of {field.dtype} can't hold {pad!r}")
