@@ -189,7 +189,7 @@ class Assembler:
             if not isinstance(reason, CorruptionError):
                 return reason
         index, source = self.index, self.index.numbers[error.stream] + 1
-        rows = index.span_row.host
+        rows = index.span_row.host  # of evicted spans, which lie in no chunk that is asked for, anything
         ends = rows + np.diff(np.append(index.span_logical.host, index.n_rows))
         spans = np.flatnonzero((index.span_source.host == source) & (rows < error.stop) & (ends > error.start))
         entries = np.unique(np.searchsorted(index.logical.host, index.span_logical.host[spans], side="right") - 1)
@@ -204,7 +204,7 @@ class Assembler:
             "cache_bytes": cache.nbytes if cache else 0,
             "host_cache_bytes": cache.tier.nbytes if cache else 0,
             "index_bytes": self.index.nbytes,
-            "n_episodes": self.index.n,
+            "n_episodes": self.index.n - self.index.first,
             "n_spans": self.index.span_row.n,
             "is_compiled": self.kernels is not None,
         }

@@ -24,8 +24,9 @@ class Chains:
     """The episodes of an index, brought together by stream and environment. Made anew when the index changes."""
 
     def __init__(self, index: EpisodeIndex) -> None:
-        n = index.n
-        order = np.lexsort((index.episode.host[:n], index.env.host[:n], index.stream.host[:n]))
+        here = slice(index.first, index.n)
+        n = index.n - index.first
+        order = index.first + np.lexsort((index.episode.host[here], index.env.host[here], index.stream.host[here]))
         lengths = index.lengths()[order]
         sums = np.cumsum(lengths)
         stream, env = index.stream.host[order], index.env.host[order]
@@ -33,9 +34,10 @@ class Chains:
         is_last[:-1] = (stream[:-1] != stream[1:]) | (env[:-1] != env[1:])
         chain = np.cumsum(is_last) - is_last
         stop = sums[is_last][chain]
-        place = np.empty(n, np.int64)
+        place = np.zeros(index.n, np.int64)
         place[order] = np.arange(n)
-        self.left = (stop - (sums - lengths))[place]  # by entry: steps from its first to the last of its chain
+        self.left = np.zeros(index.n, np.int64)  # by entry: steps from its first to the last of its chain
+        self.left[order] = stop - (sums - lengths)
         device = index.device
         self._order, self._place = (torch.from_numpy(a).to(device) for a in (order, place))
         self._sums, self._before = (torch.from_numpy(a).to(device) for a in (sums, sums - lengths))

@@ -7,6 +7,8 @@ prefix sum answers how long an episode is and which span holds a row.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -47,17 +49,21 @@ class EpisodeIndex:
     """Joined, sampleable episodes of a snapshot; updated in place as the snapshot advances.
 
     Attributes:
-        n: Episodes, the open ones included.
-        n_closed: Episodes that ended; their entries never change.
+        first: The first entry that is in use; those before were evicted.
+        n: Where entries stop, the open episodes included.
+        n_closed: Where the episodes stop that ended. Their entries change only when steps of theirs are evicted.
         version: Changes with every update.
-        generation: Changes when entries moved or vanished, so that what was derived from them is void.
+        generation: Changes when entries moved, so that what was derived from them is void.
+        heads: For each eviction, where the entries stop that it changed or moved; later ones stayed as they were.
     """
 
     def __init__(self, device: torch.device, kernels: ModuleType | None = None) -> None:
         self.device = device
         self._kernels = kernels
-        self.n = self.n_closed = self.version = self.generation = 0
-        self._n_closed_spans = 0
+        self.first = self.n = self.n_closed = self.version = self.generation = 0
+        self.step_base = 0  # what step_sums begins with: evictions take away from the front
+        self.heads: list[int] = []
+        self._n_closed_spans = self._first_span = 0
         self.logical = Growing(np.int64, device)  # first row of each episode, counted through; one more at the end
         self.step_sums = Growing(np.int64, device)  # steps up to and including each episode
         self.flags = Growing(np.uint8, device)
@@ -72,12 +78,13 @@ class EpisodeIndex:
         self._seen: dict[str, int] = {}  # spans taken, by stream
         self._carried: dict[str, Array] | None = None  # spans of the open episodes
         self._signature: object = None
+        self._first_rows: dict[str, int] = {}  # by stream: rows below were evicted when this was last updated
         self._entries: list[Growing] = []  # by stream number: the entry of each episode, or -1
         self._far: dict[tuple[int, int], int] = {}  # the same for episodes of outlandish numbers
         self.numbers: dict[str, int] = {}  # of streams, by id
 
     def update(self, snapshot: Snapshot) -> None:
-        """Take in what a newer snapshot shows; costs what is new and what is open.
+        """Take in what a newer snapshot shows; costs what is new, what is open and what was evicted.
 
         Streams keep the number they got when they were first seen.
         """
@@ -86,19 +93,49 @@ class EpisodeIndex:
                 self.numbers[name] = len(self.numbers)
                 self._entries.append(Growing(np.int64, _CPU))
         number = np.array([self.numbers[name] for name in snapshot.names], np.int64)
-        parts = snapshot.parts()
-        signature = [(p.source, p.stream, p.first_row, p.hidden, p.discarded) for p in parts if _is_special(p)]
-        if signature != self._signature:
-            self._restart(signature)
-        ids = [record.id for record in snapshot.streams]
-        fresh = [part.after(self._seen.get(name, 0)) for name, part in zip(ids, parts, strict=True)]
-        self._seen = {name: len(part.spans) for name, part in zip(ids, parts, strict=True)}
+        parts = dict(zip((record.id for record in snapshot.streams), snapshot.parts(), strict=True))
+        self._settle(parts)
+        self._evict(parts)
+        fresh = [part.after(self._seen.get(name, 0)) for name, part in parts.items()]
+        self._seen = {name: len(part.spans) for name, part in parts.items()}
+        self._first_rows = {name: part.first_row for name, part in parts.items()}
         columns = span_table(fresh, None)
         columns |= {name: number[columns[name]] for name in ("stream", "source")}
         if self._carried is not None:
-            columns = self._with_carried(columns, {int(number[p.source]) for p in parts if p.is_finished})
+            finished = {self.numbers[name] for name, part in parts.items() if part.is_finished}
+            columns = self._with_carried(columns, finished)
         self._take(join(columns))
         self.version += 1
+
+    def _settle(self, parts: Mapping[str, StreamSpans]) -> None:
+        """Begin anew where something other than new spans and evictions has changed."""
+        signature = [(name, p.stream, p.hidden, p.discarded) for name, p in parts.items() if _is_special(p)]
+        is_lost = not self._seen.keys() <= parts.keys()
+        is_back = any(self._first_rows.get(name, 0) > part.first_row for name, part in parts.items())
+        is_moved = bool(signature) and any(
+            part.first_row != self._first_rows.get(name, 0) for name, part in parts.items()
+        )
+        if signature != self._signature or is_lost or is_back or is_moved:
+            self._signature = signature
+            self._restart()
+
+    def _restart(self) -> None:
+        self._seen, self._carried, self._first_rows = {}, None, {}
+        self.first = self.n = self.n_closed = self._n_closed_spans = self._first_span = self.step_base = 0
+        self.logical.rewrite(0, np.zeros(1, np.int64))
+        for array in (self.step_sums, self.flags, *self._columns(), *self._span_columns()):
+            array.rewrite(0, array.host[:0])
+        self._far = {}
+        for entries in self._entries:
+            entries.rewrite(0, entries.host[:0])
+        self.generation += 1
+        self.heads = []
+
+    def _columns(self) -> tuple[Growing, ...]:
+        return self.stream, self.episode, self.t_base, self.env
+
+    def _span_columns(self) -> tuple[Growing, ...]:
+        return self.span_logical, self.span_row, self.span_source
 
     def _with_carried(self, columns: dict[str, Array], finished: set[int]) -> dict[str, Array]:
         """Add the spans of episodes that were open; those of streams that are finished now are cut."""
@@ -107,14 +144,96 @@ class EpisodeIndex:
         carried["end"] = np.where(is_cut, End.CUT, carried["end"])
         return {name: np.concatenate([carried[name], column]) for name, column in columns.items()}
 
-    def _restart(self, signature: object) -> None:
-        self._signature = signature
-        self._seen, self._carried = {}, None
-        self.n = self.n_closed = self._n_closed_spans = 0
-        self._far = {}
-        for entries in self._entries:
-            entries.rewrite(0, np.empty(0, np.int64))
-        self.generation += 1
+    def _evict(self, parts: Mapping[str, StreamSpans]) -> None:
+        """Take away rows that were evicted since the last update."""
+        marks = {
+            name: part.first_row
+            for name, part in parts.items()
+            if name in self._seen and part.first_row > self._first_rows.get(name, 0)
+        }
+        if not marks:
+            return
+        self._trim_carried(marks)
+        stop = 0
+        for name, mark in marks.items():
+            spans = parts[name].spans.ints
+            low = _first_at(spans, self._first_rows.get(name, 0), column=4)
+            hit = spans[low : _first_at(spans, mark, column=3), 0]
+            entry = self.find(np.full(len(hit), self.numbers[name]), hit)
+            entry = entry[entry < self.n_closed]
+            stop = max(stop, int(entry.max()) + 1 if len(entry) else 0)
+        if stop:
+            self._trim_head(stop, {self.numbers[name] + 1: mark for name, mark in marks.items()})
+        if self.first > _MIN_DENSE and self.first > self.n // 2:
+            self._compact()
+
+    def _trim_carried(self, marks: Mapping[str, int]) -> None:
+        carried = self._carried
+        if carried is None:
+            return
+        for name, mark in marks.items():
+            mine = carried["source"] == self.numbers[name]
+            gone = np.where(
+                mine, np.clip(mark, carried["row_start"], carried["row_stop"]) - carried["row_start"], 0
+            )
+            carried |= {name: carried[name] + gone for name in ("row_start", "t_start", "n_evicted")}
+        self._carried = carried
+
+    def _trim_head(self, stop: int, marks: Mapping[int, int]) -> None:
+        """Take evicted rows off the entries before ``stop``; what is left of them moves up to ``stop``."""
+        first, entries = self.first, np.arange(self.first, stop)
+        span_stop = int(np.searchsorted(self.span_logical.host[: self._n_closed_spans], self.logical.host[stop]))
+        spans = slice(self._first_span, span_stop)
+        logical, row, source = (column.host[spans].copy() for column in self._span_columns())
+        n = np.diff(np.append(logical, self.logical.host[stop]))
+        mark = np.array([marks.get(s, 0) for s in range(int(source.max(initial=0)) + 1)], np.int64)[source]
+        gone = np.clip(mark - row, 0, n)
+        owner = np.searchsorted(self.logical.host[first : stop + 1], logical, side="right") - 1
+        lost = np.bincount(owner, gone, len(entries)).astype(np.int64)
+        rows = np.diff(self.logical.host[first : stop + 1]) - lost
+        steps = rows - (self.flags.host[first:stop] & HAS_FINAL)
+        kept = steps > 0
+        self._forget(entries[~kept])
+        span_kept = kept[owner] & (n > gone)
+        moved = [(row + gone)[span_kept], source[span_kept]]
+        self._move_spans(span_stop, moved, (n - gone)[span_kept], int(self.logical.host[stop]))
+        self._move_entries(stop, entries[kept], rows[kept], steps[kept], lost[kept])
+        self.heads.append(stop)
+
+    def _move_spans(self, stop: int, columns: Sequence[Array], n: Array, end: int) -> None:
+        start = stop - len(n)
+        where = np.arange(start, stop)
+        for column, values in zip((self.span_row, self.span_source), columns, strict=True):
+            column.put(where, values)
+        self.span_logical.put(np.arange(stop), np.append(np.full(start, -1), end - np.cumsum(n[::-1])[::-1]))
+        self._first_span = start
+
+    def _move_entries(self, stop: int, kept: Array, rows: Array, steps: Array, lost: Array) -> None:
+        start = stop - len(kept)
+        where = np.arange(start, stop)
+        end, step_end = int(self.logical.host[stop]), int(self.step_sums.host[stop - 1])
+        flags, values = self.flags.host[kept], [column.host[kept] for column in self._columns()]
+        values[2] = values[2] + lost
+        flags = flags | np.where(values[2] > 0, HEADLESS, 0).astype(np.uint8)
+        self.flags.put(np.arange(stop), np.append(np.zeros(start, np.uint8), flags))
+        for column, value in zip(self._columns(), values, strict=True):
+            column.put(where, value)
+        before = np.full(start, end - int(rows.sum()))
+        self.logical.put(np.arange(stop), np.append(before, end - np.cumsum(rows[::-1])[::-1]))
+        self.step_base = step_end - int(steps.sum())
+        before = np.full(start, self.step_base)
+        self.step_sums.put(np.arange(stop), np.append(before, step_end - (np.cumsum(steps[::-1])[::-1] - steps)))
+        self.first = start
+        self._note(start, stop)
+
+    def _forget(self, entries: Array) -> None:
+        stream, episode = self.stream.host[entries], self.episode.host[entries]
+        for number in np.unique(stream):
+            chosen, known = episode[stream == number], self._entries[number]
+            known.put(chosen[chosen < known.n], np.full(int((chosen < known.n).sum()), -1))
+        if self._far:
+            for pair in zip(stream.tolist(), episode.tolist(), strict=True):
+                self._far.pop(pair, None)
 
     def _take(self, joined: JoinedSpans) -> None:
         end = joined.columns["end"][joined.last]
@@ -126,32 +245,47 @@ class EpisodeIndex:
         self.n = self.flags.n
         self._carried = joined.select(is_open)
 
-    def _note(self, at: int) -> None:
-        """Remember the entries from ``at`` on by stream and episode."""
-        stream, episode = self.stream.host[at:], self.episode.host[at:]
+    def _note(self, start: int, stop: int | None = None) -> None:
+        """Remember entries by stream and episode."""
+        stream, episode = self.stream.host[start:stop], self.episode.host[start:stop]
         # Writers number episodes without large gaps; a table of any other numbers would take any memory.
-        far = episode >= _DENSE * (at + len(episode)) + _MIN_DENSE
+        far = episode >= _DENSE * (self.n + len(episode)) + _MIN_DENSE
         for i in np.flatnonzero(far):
-            self._far[int(stream[i]), int(episode[i])] = at + int(i)
+            self._far[int(stream[i]), int(episode[i])] = start + int(i)
         for number in np.unique(stream[~far]):
             chosen = np.flatnonzero((stream == number) & ~far)
             known, high = self._entries[number], int(episode[chosen].max()) + 1
             if high > known.n:
                 known.rewrite(known.n, np.full(high - known.n, -1))
-            known.put(episode[chosen], at + chosen)
+            known.put(episode[chosen], start + chosen)
+
+    def _compact(self) -> None:
+        """Give back the memory of entries that were evicted, once they are the larger part."""
+        first, first_span = self.first, self._first_span
+        for array in (self.logical, self.step_sums, self.flags, *self._columns()):
+            array.rewrite(0, array.host[first:].copy())
+        for array in self._span_columns():
+            array.rewrite(0, array.host[first_span:].copy())
+        for known in self._entries:
+            known.put(np.arange(known.n), np.where(known.host >= 0, known.host - first, -1))
+        self._far = {pair: entry - first for pair, entry in self._far.items()}
+        self.n, self.n_closed, self.first = self.n - first, self.n_closed - first, 0
+        self._n_closed_spans, self._first_span = self._n_closed_spans - first_span, 0
+        self.generation += 1
+        self.heads = []
 
     def _write(self, at: int, at_span: int, joined: JoinedSpans, chosen: Array) -> None:
         """Write the chosen episodes from entry ``at`` on, and their spans."""
-        s, first, last = joined.columns, joined.first[chosen], joined.last[chosen]
+        s, last = joined.columns, joined.last[chosen]
         n_rows = joined.n_rows[chosen]
         before = int(self.logical.host[at])
         self.logical.rewrite(at + 1, before + np.cumsum(n_rows))
-        steps_before = int(self.step_sums.host[at - 1]) if at else 0
+        steps_before = int(self.step_sums.host[at - 1]) if at else self.step_base
         self.step_sums.rewrite(at, steps_before + np.cumsum(n_rows - s["has_final"][last]))
         end = s["end"][last]
         flags = s["has_final"][last] * HAS_FINAL + (end == End.TERMINATED) * TERMINATED
         flags = flags + (end == End.TRUNCATED) * TRUNCATED + (end == End.OPEN) * OPEN
-        t_base = s["t_start"][first]
+        t_base = joined.first_t[chosen]
         self.flags.rewrite(at, (flags + (t_base > 0) * HEADLESS).astype(np.uint8))
         self.stream.rewrite(at, s["stream"][last].astype(np.int32))
         self.episode.rewrite(at, s["episode"][last])
@@ -168,7 +302,7 @@ class EpisodeIndex:
     @property
     def is_simple(self) -> bool:
         """Every episode is one span, so span i is episode i."""
-        return self.span_row.n == self.n
+        return self.span_row.n == self.n and self._first_span == self.first
 
     @property
     def n_rows(self) -> int:
@@ -183,10 +317,11 @@ class EpisodeIndex:
     def span_nbytes(self) -> int:
         return sum(a.nbytes for a in (self.span_logical, self.span_row, self.span_source))
 
-    def lengths(self, start: int = 0) -> Array:
-        """Steps of each episode from entry ``start`` on, on the host."""
-        rows = np.diff(self.logical.host[start : self.n + 1])
-        lengths: Array = rows - (self.flags.host[start : self.n] & HAS_FINAL)
+    def lengths(self, start: int = 0, stop: int | None = None) -> Array:
+        """Steps of each episode of some entries, on the host; 0 where it was evicted."""
+        stop = self.n if stop is None else stop
+        rows = np.diff(self.logical.host[start : stop + 1])
+        lengths: Array = rows - (self.flags.host[start:stop] & HAS_FINAL)
         return lengths
 
     def find(self, stream: Array, episode: Array) -> Array:
@@ -226,4 +361,9 @@ class EpisodeIndex:
 
 
 def _is_special(part: StreamSpans) -> bool:
-    return part.first_row > 0 or bool(part.hidden) or bool(part.discarded) or part.stream != part.source
+    return bool(part.hidden) or bool(part.discarded) or part.stream != part.source
+
+
+def _first_at(spans: Array, row: int, column: int) -> int:
+    """The first span whose value in a rising column is at least ``row``; looks at a few of them."""
+    return bisect_left(range(len(spans)), row, key=lambda i: int(spans[i, column]))

@@ -46,9 +46,12 @@ def _copy_bytes(context: Any, out: Any, to: Any, data: Any, at: Any, n: Any) -> 
 
 @_compiled
 def draw(
-    seed: np.uint64, counter: np.uint64, low: int, limit: int, sums: Array, entry: Array, offset: Array
+    seed: np.uint64, counter: np.uint64, base: int, low: int, limit: int, sums: Array, entry: Array, offset: Array
 ) -> None:
-    """Draw numbers uniform in [low, low + limit) and find them in running sums: the entry, and the offset in it."""
+    """Draw numbers uniform in [low, low + limit) and find them in running sums: the entry, and the offset in it.
+
+    The sums begin with ``base``.
+    """
     for i in range(len(entry)):
         z = (counter + np.uint64(i + 1)) * np.uint64(0x9E3779B97F4A7C15) + seed
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -64,7 +67,7 @@ def draw(
             else:
                 right = middle
         entry[i] = left
-        offset[i] = number - (sums[left - 1] if left > 0 else 0)
+        offset[i] = number - (sums[left - 1] if left > 0 else base)
 
 
 @_compiled
@@ -95,7 +98,7 @@ def frame(
     inside: Array,
     handles: Array,
 ) -> None:
-    """Positions of each window's steps, moved to the nearest that exist, the six masks, and the windows' handles."""
+    """Positions of each window's steps, moved to the nearest that exist; the six masks; the handles."""
     for b in range(len(entry)):
         e = entry[b]
         flag = flags[e]

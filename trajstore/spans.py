@@ -181,6 +181,7 @@ class JoinedSpans:
     first: Array
     last: Array
     n_rows: Array  # by episode: rows that are left
+    first_t: Array  # by episode: t of the first of them
 
     def select(self, chosen: Array) -> dict[str, Array]:
         """The spans of the chosen episodes."""
@@ -200,14 +201,16 @@ def join(columns: dict[str, Array]) -> JoinedSpans:
         columns = {name: column[order] for name, column in columns.items()}
     n_rows = columns["row_stop"] - columns["row_start"]
     if not len(n_rows):
-        return JoinedSpans(columns, n_rows, n_rows, n_rows)
+        return JoinedSpans(columns, n_rows, n_rows, n_rows, n_rows)
     is_first = np.ones(len(n_rows), bool)
     is_first[1:] = (np.diff(columns["stream"]) != 0) | (np.diff(columns["episode"]) != 0)
     first = np.flatnonzero(is_first)
     last = np.append(first[1:], len(n_rows)) - 1
-    rows = np.add.reduceat(n_rows, first)
-    is_left = (rows > 0) | (np.add.reduceat(columns["n_evicted"], first) == 0)
-    return JoinedSpans(columns, first[is_left], last[is_left], rows[is_left])
+    rows, n_evicted = np.add.reduceat(n_rows, first), np.add.reduceat(columns["n_evicted"], first)
+    is_left = (rows > 0) | (n_evicted == 0)
+    # Rows of an episode go from the front, from one span after the other.
+    first_t = (columns["t_start"] - columns["n_evicted"])[first] + n_evicted
+    return JoinedSpans(columns, first[is_left], last[is_left], rows[is_left], first_t[is_left])
 
 
 def span_table(parts: Sequence[StreamSpans], schema: Schema | None) -> dict[str, Array]:

@@ -49,14 +49,17 @@ class Starts:
         self._mask = mask  # gives, by entry, which episodes may be drawn
         self._kernels = kernels
         self._sums = Growing(np.int64, index.device)
-        self._n_closed = 0
+        self.base = 0  # what the sums begin with: evictions take away from the front
+        self._n_closed = self._n_heads = 0
         self._seen = (-1, -1)
         self.chains: Chains | None = None
 
-    def _usable(self, start: int) -> Array:
+    def _usable(self, start: int, stop: int | None = None) -> Array:
         index = self._index
-        lengths = index.lengths(start)
-        return usable_steps(lengths, index.flags.host[start : index.n], self._spec, self._reward_with_observation)
+        stop = index.n if stop is None else stop
+        lengths = index.lengths(start, stop)
+        usable = usable_steps(lengths, index.flags.host[start:stop], self._spec, self._reward_with_observation)
+        return usable.clip(0)  # entries that were evicted have no steps at all
 
     def update(self) -> None:
         """Catch up with the index; costs what is new and what is open."""
@@ -67,17 +70,28 @@ class Starts:
             self.chains = Chains(index)
         is_same = self._seen[0] == index.generation and self._mask is None and self.chains is None
         start = self._n_closed if is_same else 0
-        mass = self._mass(start)
+        self._update_head(min(start, max(index.heads[self._n_heads :], default=0)))
+        if not start:
+            self.base = 0
         before = int(self._sums.host[start - 1]) if start else 0
-        self._sums.rewrite(start, before + np.cumsum(mass))
-        self._n_closed = index.n_closed
+        self._sums.rewrite(start, before + np.cumsum(self._mass(start, index.n)))
+        self._n_closed, self._n_heads = index.n_closed, len(index.heads)
         self._seen = (index.generation, index.version)
 
-    def _mass(self, start: int) -> Array:
-        n = self._usable(start)
+    def _update_head(self, stop: int) -> None:
+        """Sum again what lies before an eviction's last entry, backwards: later sums stay as they are."""
+        if stop:
+            mass = self._mass(0, stop)
+            after = np.cumsum(mass[::-1])[::-1] - mass
+            last = int(self._sums.host[stop - 1])
+            self._sums.put(np.arange(stop), last - after)
+            self.base = last - int(mass.sum())
+
+    def _mass(self, start: int, stop: int) -> Array:
+        n = self._usable(start, stop)
         counts = self._counts(n)
         if self._mask is not None:
-            counts = counts * self._mask()[start:]
+            counts = counts * self._mask()[start:stop]
         if self._spec.weight == "window":
             return counts
         return (counts > 0) * (n if self._spec.weight == "step" else 1)
@@ -91,7 +105,7 @@ class Starts:
     @property
     def total(self) -> int:
         """What a draw is uniform over: windows, steps or episodes."""
-        return int(self._sums.host[-1]) if self._sums.n else 0
+        return int(self._sums.host[-1]) - self.base if self._sums.n else 0
 
     @property
     def usable_steps(self) -> Array:
@@ -101,7 +115,7 @@ class Starts:
     @property
     def sums(self) -> Array:
         """By entry: what may be drawn up to and including it."""
-        return self._sums.host
+        return self._sums.host - self.base
 
     @property
     def nbytes(self) -> int:
@@ -109,43 +123,49 @@ class Starts:
 
     def of_recent_episodes(self, n: int) -> int:
         """What lies before the last ``n`` episodes."""
-        first = max(0, self._index.n - n)
-        return int(self._sums.host[first - 1]) if first else 0
+        first = max(self._index.first, self._index.n - n)
+        return self._before(first)
 
     def of_recent_steps(self, n: int) -> int:
         """What lies before the last ``n`` steps; windows may start there and later."""
-        sums = self._index.step_sums.host
+        index = self._index
+        sums = index.step_sums.host
         before = int(sums[-1]) - n if len(sums) else 0
-        if before <= 0:
+        if before <= index.step_base:
             return 0
         entry = int(np.searchsorted(sums, before, side="right"))
-        if entry == self._index.n:
+        if entry == index.n:
             return self.total
-        low = int(self._sums.host[entry - 1]) if entry else 0
-        count = int(self._sums.host[entry]) - low
+        low = self._before(entry)
+        count = int(self._sums.host[entry]) - self.base - low
         if self._spec.weight != "window" or count == 0:
             return low  # an episode is drawn as a whole
-        skipped = before - (int(sums[entry - 1]) if entry else 0)
+        skipped = before - (int(sums[entry - 1]) if entry else index.step_base)
         if self.chains is not None:
             return low + min(count, skipped)
-        return low + starts_before(self._spec, int(self._usable(entry)[0]), skipped)
+        return low + starts_before(self._spec, int(self._usable(entry, entry + 1)[0]), skipped)
+
+    def _before(self, entry: int) -> int:
+        return int(self._sums.host[entry - 1]) - self.base if entry else 0
 
     def draw(self, n: int, rng: Counter, low: int = 0) -> Draw:
         """Draw ``n`` with replacement from what lies at ``low`` and after."""
         if self._kernels is None or self._spec.weight != "window":
             number = rng.below(n, self.total - low, self._index.device)
-            return self.locate(number.add_(low) if low else number, rng)
+            return self.locate(number.add_(low), rng)
         entry, offset = torch.empty((2, n), dtype=torch.int64).unbind(0)
         state = np.uint64(rng.mixed_seed), np.uint64(rng.take(n))
-        self._kernels.draw(*state, low, self.total - low, self._sums.host, entry.numpy(), offset.numpy())
+        limits = self.base, low + self.base, self.total - low
+        self._kernels.draw(*state, *limits, self._sums.host, entry.numpy(), offset.numpy())
         return self._with_n(entry, self._start(entry, offset), rng)
 
     def locate(self, number: torch.Tensor, rng: Counter) -> Draw:
         """The windows of given numbers; with weights other than ``window`` the start is drawn."""
         sums, spec = self._sums.device, self._spec
+        number = number + self.base
         entry = torch.searchsorted(sums, number, right=True)
         if spec.weight == "window":
-            offset = number - torch.where(entry > 0, sums[entry - 1], 0)
+            offset = number - torch.where(entry > 0, sums[entry - 1], self.base)
             return self._with_n(entry, self._start(entry, offset), rng)
         offset = rng.below(len(entry), self._n_starts(entry), self._index.device)
         return self._with_n(entry, self._start(entry, offset), rng)
