@@ -173,6 +173,7 @@ def test_episodes_of_outlandish_numbers_take_no_memory_for_the_gaps() -> None:
     index.stream.rewrite(0, np.zeros(3, np.int32))
     index.episode.rewrite(0, np.array([5, 1 << 60, 7]))
     index.n = 3
+    index.newest = np.array([-1])
     index._note(0)
     assert index.find(np.zeros(4, np.int64), np.array([7, 1 << 60, 5, 6])).tolist() == [2, 1, 0, -1]
     assert index.nbytes < 10_000

@@ -48,6 +48,7 @@ from trajstore.writer import Writer, WriterOptions
 if TYPE_CHECKING:
     from trajstore.datasets import BatchDataset, WindowDataset
     from trajstore.outputs import Ring
+    from trajstore.priorities import Linear, Priorities
     from trajstore.reader import Reader
     from trajstore.windows import Windows
 
@@ -66,7 +67,9 @@ __all__ = [
     "FormatError",
     "Handle",
     "Handles",
+    "Linear",
     "MissingExtraError",
+    "Priorities",
     "Reader",
     "Ring",
     "Schema",
@@ -89,6 +92,8 @@ __all__ = [
 
 _NEED_TORCH = {
     "BatchDataset": "trajstore.datasets",
+    "Linear": "trajstore.priorities",
+    "Priorities": "trajstore.priorities",
     "Reader": "trajstore.reader",
     "Ring": "trajstore.outputs",
     "WindowDataset": "trajstore.datasets",

@@ -16,7 +16,7 @@ from trajstore.errors import CorruptionError, DataError, EpisodeNotFoundError
 from trajstore.index import EpisodeIndex
 from trajstore.outputs import check_outputs
 from trajstore.pager import ChunkCache
-from trajstore.plan import Plan, Planner
+from trajstore.plan import WHOLE, Plan, Planner
 from trajstore.schema import Array, Schema
 from trajstore.snapshot import Snapshot
 from trajstore.starts import Draw, Starts
@@ -215,4 +215,4 @@ def _opened(outs: Mapping[str, torch.Tensor], windows: Windows) -> dict[str, tor
     kept = {key: out for key, out in outs.items() if key != "n_step/return"}  # rewards are not read into their sum
     if not windows.squeeze:
         return kept
-    return {key: out if key == "index" else out.unsqueeze(1) for key, out in kept.items()}
+    return {key: out if key in WHOLE else out.unsqueeze(1) for key, out in kept.items()}

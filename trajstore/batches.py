@@ -16,6 +16,7 @@ from trajstore.draws import Draws, StagedDraws
 from trajstore.errors import ClosedError, TrajstoreError
 from trajstore.outputs import Ring, to_batch
 from trajstore.plan import Plan
+from trajstore.prioritised import PrioritisedDraws
 from trajstore.starts import Draw
 
 _PIECE = 64  # windows whose chunks are loaded at a time when a segment enters
@@ -48,7 +49,13 @@ class Batches(Iterator[Any]):
     """
 
     def __init__(
-        self, source: Assembler, draws: Draws, *, prefetch: int = 0, ring: Ring | None = None, as_tensordict: bool
+        self,
+        source: Assembler,
+        draws: Draws | PrioritisedDraws,
+        *,
+        prefetch: int = 0,
+        ring: Ring | None = None,
+        as_tensordict: bool,
     ) -> None:
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise ValueError(f"prefetch: expected 0 or a positive integer, got {prefetch!r}")

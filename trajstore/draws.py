@@ -43,6 +43,11 @@ class Among:
         if self.recent_fraction != 1.0 and self.recent_steps is None and self.recent_episodes is None:
             raise ValueError("recent_fraction goes with recent_steps or recent_episodes")
 
+    @property
+    def is_recent(self) -> bool:
+        """Whether recent windows are asked for."""
+        return self.recent_steps is not None or self.recent_episodes is not None
+
 
 class RandomDraws:
     """Uniform with replacement, over what the index shows at that moment."""
@@ -59,7 +64,7 @@ class RandomDraws:
         """The windows of the next batch; None where there are no more."""
         among = self._among
         kind = self._source.kind(self._windows, among.where)
-        low = _first_recent(kind, among)
+        low = first_recent(kind, among)
         n_recent = round(self._batch_size * among.recent_fraction) if low else 0
         if kind.starts.total <= (low if n_recent else 0):
             raise self._source.no_windows(
@@ -83,7 +88,8 @@ class RandomDraws:
         return {}
 
 
-def _first_recent(kind: Kind, among: Among) -> int:
+def first_recent(kind: Kind, among: Among) -> int:
+    """The number of the first recent window."""
     low = 0
     if among.recent_steps is not None:
         low = kind.starts.of_recent_steps(among.recent_steps)

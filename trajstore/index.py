@@ -59,7 +59,7 @@ class EpisodeIndex:
 
     def __init__(self, device: torch.device, kernels: ModuleType | None = None) -> None:
         self.device = device
-        self._kernels = kernels
+        self.kernels = kernels
         self.first = self.n = self.n_closed = self.version = self.generation = 0
         self.step_base = 0  # what step_sums begins with: evictions take away from the front
         self.heads: list[int] = []
@@ -81,6 +81,7 @@ class EpisodeIndex:
         self._first_rows: dict[str, int] = {}  # by stream: rows below were evicted when this was last updated
         self._entries: list[Growing] = []  # by stream number: the entry of each episode, or -1
         self._far: dict[tuple[int, int], int] = {}  # the same for episodes of outlandish numbers
+        self.newest = np.empty(0, np.int64)  # by stream number: the largest number that an episode has had
         self.numbers: dict[str, int] = {}  # of streams, by id
 
     def update(self, snapshot: Snapshot) -> None:
@@ -92,6 +93,7 @@ class EpisodeIndex:
             if name not in self.numbers:
                 self.numbers[name] = len(self.numbers)
                 self._entries.append(Growing(np.int64, _CPU))
+                self.newest = np.append(self.newest, -1)
         number = np.array([self.numbers[name] for name in snapshot.names], np.int64)
         parts = dict(zip((record.id for record in snapshot.streams), snapshot.parts(), strict=True))
         self._settle(parts)
@@ -130,6 +132,14 @@ class EpisodeIndex:
             entries.rewrite(0, entries.host[:0])
         self.generation += 1
         self.heads = []
+
+    @property
+    def marks(self) -> Array:
+        """By source: rows below were evicted."""
+        marks = np.zeros(len(self.numbers) + 1, np.int64)
+        for name, row in self._first_rows.items():
+            marks[self.numbers[name] + 1] = row
+        return marks
 
     def _columns(self) -> tuple[Growing, ...]:
         return self.stream, self.episode, self.t_base, self.env
@@ -250,6 +260,7 @@ class EpisodeIndex:
         stream, episode = self.stream.host[start:stop], self.episode.host[start:stop]
         # Writers number episodes without large gaps; a table of any other numbers would take any memory.
         far = episode >= _DENSE * (self.n + len(episode)) + _MIN_DENSE
+        np.maximum.at(self.newest, stream, episode)
         for i in np.flatnonzero(far):
             self._far[int(stream[i]), int(episode[i])] = start + int(i)
         for number in np.unique(stream[~far]):
@@ -337,9 +348,13 @@ class EpisodeIndex:
                 found[i] = self._far.get((int(stream[i]), int(episode[i])), -1)
         return found
 
+    def table_of(self, stream: int) -> Array | None:
+        """The entry of each episode of a stream, or -1; None where some have outlandish numbers."""
+        return None if self._far else self._entries[stream].host
+
     def rows(self, entry: torch.Tensor, position: torch.Tensor) -> Rows:
         """Rows of steps: of episodes ``entry`` [B, ...], at ``position`` [B, ...] from their first stored row."""
-        if self._kernels is not None and entry.dim() == 1:
+        if self.kernels is not None and entry.dim() == 1:
             return self._compiled_rows(entry, position)
         lead = entry.shape + (1,) * (position.dim() - entry.dim())
         if self.is_simple:
@@ -351,12 +366,12 @@ class EpisodeIndex:
         return Rows(self.span_source.device[span], row)
 
     def _compiled_rows(self, entry: torch.Tensor, position: torch.Tensor) -> Rows:
-        assert self._kernels is not None
+        assert self.kernels is not None
         n, flat = len(position), position.numpy().reshape(len(position), -1)
         row, source = torch.empty(position.shape, dtype=torch.int64), torch.empty(position.shape, dtype=torch.int32)
         spans = self.span_logical.host, self.span_row.host, self.span_source.host, self.is_simple
         outputs = row.numpy().reshape(n, -1), source.numpy().reshape(n, -1)
-        self._kernels.rows(entry.numpy(), flat, self.logical.host, *spans, *outputs)
+        self.kernels.rows(entry.numpy(), flat, self.logical.host, *spans, *outputs)
         return Rows(source, row)
 
 

@@ -203,3 +203,63 @@ def copy_rows(
             at = (table[page] * page_rows + address - page * page_rows) * row_bytes
             _copy_bytes(out, (b * n + j) * row_bytes, arena, at, (k - j) * row_bytes)
             j = k
+
+
+@_compiled
+def addresses_of(
+    handles: Array,
+    stream: int,
+    entries: Array,
+    newest: int,
+    logical: Array,
+    flags: Array,
+    t_base: Array,
+    span_logical: Array,
+    span_row: Array,
+    span_source: Array,
+    is_simple: bool,
+    base: Array,
+    address: Array,
+) -> None:
+    """Addresses of the steps that handles of one stream name; -1 for evicted ones, -2 past the end, -3 unknown."""
+    for i in range(len(handles)):
+        if handles[i, 0] != stream:
+            continue
+        episode, t = handles[i, 1], handles[i, 2]
+        if episode < 0 or episode > newest or t < 0:
+            address[i] = -3
+            continue
+        e = entries[episode] if episode < len(entries) else np.int64(-1)
+        if e < 0 or t < t_base[e]:
+            address[i] = -1
+            continue
+        position = t - t_base[e]
+        if position >= logical[e + 1] - logical[e] - (flags[e] & HAS_FINAL):
+            address[i] = -2
+            continue
+        wanted = logical[e] + position
+        span = e if is_simple else _span_of(span_logical, wanted)
+        address[i] = base[span_source[span]] + span_row[span] + (wanted - span_logical[span])
+
+
+@_compiled
+def steps_at(
+    address: Array,
+    low: int,
+    high: int,
+    span_rows: Array,
+    spans: Array,
+    entries: Array,
+    t_base: Array,
+    entry: Array,
+    position: Array,
+) -> None:
+    """Index entries and positions of the steps at addresses of one source, which has those in [low, high)."""
+    for i in range(len(address)):
+        if address[i] < low or address[i] >= high:
+            continue
+        row = address[i] - low
+        span = _span_of(span_rows, row)
+        e = entries[spans[span, 0]]
+        entry[i] = e
+        position[i] = spans[span, 2] + row - spans[span, 3] - t_base[e]

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from trajstore.committer import Committer
 from trajstore.errors import DataError
 from trajstore.schema import Schema
-from trajstore.staging import ROW_OVERHEAD_BYTES, Placement, Staging, place
-from trajstore.stream import Batch, StreamAppender
+from trajstore.staging import ROW_OVERHEAD_BYTES, Placement, Staging, empty_batch, place
+from trajstore.stream import Batch, ColumnChange, StreamAppender
 
 
 @dataclass(slots=True)
 class _Job:
     """A staging on its way to disk; placed once, committed until it succeeds."""
 
-    staging: Staging
+    staging: Staging | None  # None: nothing but columns
     schema: Schema
+    columns: list[ColumnChange]
     batch: Batch | None = None
 
 
@@ -56,6 +57,7 @@ class Pipeline:
         self._placement = Placement()  # touched by the background thread alone
         self._free: list[Staging] = []  # filled by the background thread
         self._n_stagings = 0
+        self._columns: list[ColumnChange] = []  # values of derived columns for the next commit
         self.is_overdue = False  # a commit by time found the writer busy; the next append makes up for it
         self._committer: Committer[_Job] = Committer(self._run, self._hand_off_by_time, commit_s)
         self._committer.start()
@@ -99,17 +101,25 @@ class Pipeline:
 
     def hand_off(self) -> int:
         """Let the background commit what is staged. Returns the ticket to wait for."""
-        staging = self.staging
-        if staging is not None and not staging.is_empty:
-            if not self._can_hand_off:
+        staging = self.staging if self.staging is not None and not self.staging.is_empty else None
+        if staging is not None or self._columns:
+            if staging is not None and not self._can_hand_off:
                 self._committer.wait(self._committer.n_submitted)  # if this fails, nothing has changed
             schema = self._settle()
             self.is_overdue = False
             if self.appender is None:
                 self.appender = self._make_appender(schema)
-            self.staging = None
-            self._committer.submit(_Job(staging, schema))
+            if staging is not None:
+                self.staging = None
+            columns, self._columns = self._columns, []
+            self._committer.submit(_Job(staging, schema, columns))
         return self._committer.n_submitted
+
+    def put_column(self, change: ColumnChange) -> None:
+        """Commit values of a derived column together with what is staged; one change of a column at a time."""
+        if any((c.target, c.name) == (change.target, change.name) for c in self._columns):
+            self.hand_off()
+        self._columns.append(change)
 
     def hand_off_if_free(self) -> None:
         """Hand off unless the disk is behind; then it is done later. Neither waits nor raises."""
@@ -150,7 +160,12 @@ class Pipeline:
     def _run(self, job: _Job) -> None:
         assert self.appender is not None
         if job.batch is None:
-            job.batch = place(job.staging, self._placement, job.schema)
+            if job.staging is not None:
+                job.batch = place(job.staging, self._placement, job.schema)
+            else:
+                job.batch = empty_batch(job.schema)
+            job.batch.columns = job.columns
         self.appender.commit(job.batch)
-        job.staging.clear()
-        self._free.append(job.staging)
+        if job.staging is not None:
+            job.staging.clear()
+            self._free.append(job.staging)

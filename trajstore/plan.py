@@ -23,7 +23,8 @@ from trajstore.starts import Draw, Starts
 from trajstore.windows import Windows, relative
 
 MASKS = ("valid", "learn", "is_first", "is_last", "terminated", "truncated")
-_RESERVED = {*MASKS, "index", "next", "n_step"}
+WHOLE = ("index", "priority/weight", "priority/probability")  # what a window has once, not at every step
+_RESERVED = {*MASKS, "index", "next", "n_step", "priority"}
 _NOTHING = torch.empty(0)
 _NEVER = -(1 << 62)  # a position that no step has
 
@@ -114,7 +115,10 @@ class Planner:
         if after is not None:
             self._want_next(steps, after, wanted)
             masks = (masks[0], masks[1] & (after.taken > 0), *masks[2:])
-        return Plan(wanted, exists, dict(zip(MASKS, masks, strict=True)) | {"index": steps.handles}, after)
+        known = dict(zip(MASKS, masks, strict=True)) | {"index": steps.handles}
+        if draw.weight is not None and draw.probability is not None:
+            known |= {"priority/weight": draw.weight, "priority/probability": draw.probability}
+        return Plan(wanted, exists, known, after)
 
     def _handles(self, draw: Draw) -> torch.Tensor:
         index = self._index
@@ -227,7 +231,7 @@ class Planner:
             values |= self._n_step(values.pop("n_step/return"), plan.after)
         values |= plan.known
         if self._spec.squeeze:
-            values = {key: value if key == "index" else value.squeeze(1) for key, value in values.items()}
+            values = {key: value if key in WHOLE else value.squeeze(1) for key, value in values.items()}
         return values
 
     def _n_step(self, rewards: torch.Tensor, after: After) -> dict[str, torch.Tensor]:

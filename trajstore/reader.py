@@ -13,6 +13,8 @@ from trajstore.batches import Batches
 from trajstore.draws import Among, Draws, EpochDraws, RandomDraws, StagedDraws, check_size
 from trajstore.errors import DataError
 from trajstore.outputs import Ring, flat_outputs, to_batch
+from trajstore.priorities import Priorities
+from trajstore.prioritised import PrioritisedDraws, PrioritySampler
 from trajstore.rng import Counter
 from trajstore.schema import Schema
 from trajstore.sizes import parse_bytes
@@ -20,6 +22,7 @@ from trajstore.snapshot import Snapshot
 from trajstore.starts import Draw
 from trajstore.store import Store
 from trajstore.windows import Windows
+from trajstore.writer import Writer
 
 _REMOTE_HOST_BYTES = 1 << 30
 
@@ -42,6 +45,7 @@ class Reader:
         host_cache_bytes: Bound of the memory for compressed chunks in RAM. By default 1 GiB for object stores, and
             none for local directories, whose files the operating system keeps in RAM as it is.
         seed: Of the draws.
+        priorities: Draw by priority, and keep priorities; see `update_priorities`.
         as_tensordict: Give batches as TensorDicts.
         compiled: Use compiled loops on the CPU, where numba is installed; the batches are the same without.
     """
@@ -54,6 +58,7 @@ class Reader:
         cache_bytes: int | str = "1GiB",
         host_cache_bytes: int | str | None = None,
         seed: int = 0,
+        priorities: Priorities | None = None,
         as_tensordict: bool = False,
         compiled: bool = True,
     ) -> None:
@@ -67,6 +72,7 @@ class Reader:
         self._as_tensordict = as_tensordict
         budget = parse_bytes(cache_bytes, "cache_bytes")
         self._source = Assembler(snapshot, torch.device(device), budget, host_bytes, compiled=compiled)
+        self._priorities = PrioritySampler(self._source, priorities) if priorities is not None else None
 
     def refresh(self) -> None:
         """Show what has been committed meanwhile; costs what is new and what is open."""
@@ -103,9 +109,12 @@ class Reader:
         recent_steps: int | None = None,
         recent_episodes: int | None = None,
         recent_fraction: float = 1.0,
+        prioritised: bool = True,
         out: Mapping[str, Any] | Ring | None = None,
     ) -> Any:
-        """Draw windows uniformly, with replacement.
+        """Draw windows with replacement: uniformly, or by priority if the reader has priorities.
+
+        Prioritised batches hold ``priority``: the ``weight`` of each window in the loss, and its ``probability``.
 
         Args:
             batch_size: How many.
@@ -115,14 +124,68 @@ class Reader:
             recent_steps: Only windows that start within the last so many steps, in order of arrival.
             recent_episodes: Only from the last so many episodes, in order of arrival.
             recent_fraction: The part of the batch for which that holds; the rest comes from everywhere.
+            prioritised: Say False to draw uniformly from a reader with priorities.
             out: A batch of an earlier call with the same arguments, to be overwritten, or a ring of them.
         """
         among = Among(where, recent_steps, recent_episodes, recent_fraction)
-        draws = RandomDraws(self._source, batch_size, windows, among, self._rng)
+        draws = self._draws(batch_size, windows, among, self._rng, prioritised)
         with self._source.lock:
             drawn = draws.draw()
             assert drawn is not None
             return self._batch(*drawn, out)
+
+    def _draws(
+        self, batch_size: int, windows: Windows, among: Among, rng: Counter, prioritised: bool
+    ) -> RandomDraws | PrioritisedDraws:
+        if self._priorities is not None and prioritised:
+            return PrioritisedDraws(self._priorities, batch_size, windows, among, rng)
+        return RandomDraws(self._source, batch_size, windows, among, rng)
+
+    def update_priorities(self, index: torch.Tensor, priority: torch.Tensor, windows: Windows | None = None) -> int:
+        """Set priorities of steps that a batch's ``index`` names.
+
+        Args:
+            index: ``[batch, 3]``, as it came; also late, from another thread and in any order.
+            priority: ``[batch]`` for the steps named, or ``[batch, length]`` for all learning steps of the windows;
+                finite and at least 0. Those past the end of an episode do not count.
+            windows: What was sampled, where its stride is not 1.
+
+        Returns:
+            How many were ignored because their steps were evicted meanwhile.
+
+        Raises:
+            DataError: An index is of no step here, or a priority is not finite or below 0; nothing was changed.
+        """
+        with self._source.lock:
+            return self._sampler.update(index, priority, windows)
+
+    def save_priorities(self, writer: Writer) -> int:
+        """Hand the priorities that have changed to a writer of the same store; its next commit makes them durable.
+
+        A reader made later, with priorities, finds them bit by bit. Keep one writer for this: the first time all
+        values are written, then what has changed. Returns how many values were handed over.
+        """
+        with self._source.lock:
+            return self._sampler.save(writer)
+
+    def set_priorities(self, **options: Any) -> None:
+        """Change options of the priorities: ``alpha`` makes all masses anew, ``beta`` costs nothing."""
+        with self._source.lock:
+            self._sampler.configure(**options)
+
+    def priority_stats(self, windows: Windows, *, where: Where | None = None, n_bins: int = 20) -> dict[str, Any]:
+        """Figures over the windows that can be drawn: priorities, effective sample size, mass by age.
+
+        Costs in proportion to all of them.
+        """
+        with self._source.lock:
+            return self._sampler.stats(windows, where, n_bins)
+
+    @property
+    def _sampler(self) -> PrioritySampler:
+        if self._priorities is None:
+            raise ValueError("this reader has no priorities; make it with priorities=Priorities(...)")
+        return self._priorities
 
     def at(self, index: torch.Tensor, windows: Windows, *, out: Mapping[str, Any] | Ring | None = None) -> Any:
         """The windows at given indices, as a batch's ``index`` holds them.
@@ -185,6 +248,7 @@ class Reader:
         recent_steps: int | None = None,
         recent_episodes: int | None = None,
         recent_fraction: float = 1.0,
+        prioritised: bool = True,
         out: Ring | None = None,
     ) -> Batches:
         """An endless iterator over batches as `sample` gives them, with ``prefetch`` prepared in the background.
@@ -193,7 +257,7 @@ class Reader:
         is sampled.
         """
         among = Among(where, recent_steps, recent_episodes, recent_fraction)
-        return self._iterate(RandomDraws(self._source, batch_size, windows, among, self._rng.fork()), prefetch, out)
+        return self._iterate(self._draws(batch_size, windows, among, self._rng.fork(), prioritised), prefetch, out)
 
     def epoch(
         self,
@@ -261,7 +325,7 @@ class Reader:
             )
         return self._iterate(draws, prefetch, out)
 
-    def _iterate(self, draws: Draws, prefetch: int, ring: Ring | None) -> Batches:
+    def _iterate(self, draws: Draws | PrioritisedDraws, prefetch: int, ring: Ring | None) -> Batches:
         return Batches(self._source, draws, prefetch=prefetch, ring=ring, as_tensordict=self._as_tensordict)
 
     def pin(self, index: torch.Tensor, windows: Windows) -> None:
@@ -296,13 +360,16 @@ class Reader:
             source.cache.resize(source.budget, source.host_budget)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on drawing the same windows."""
+        """What it takes to go on drawing the same windows; priorities themselves are not part of it."""
         with self._source.lock:
-            return self._rng.state_dict()
+            state = self._rng.state_dict()
+            return state | ({"priorities": self._priorities.state_dict()} if self._priorities is not None else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._source.lock:
             self._rng.load_state_dict(dict(state))
+            if self._priorities is not None and "priorities" in state:
+                self._priorities.load_state_dict(state["priorities"])
 
     def stats(self) -> dict[str, Any]:
         """What the cache has done so far, and what it and the index take."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from trajstore.chunks import MAX_ROWS, ArrayLayout, Codec, crc32c
 from trajstore.errors import FormatError, SchemaError
-from trajstore.schema import Schema
+from trajstore.schema import Field, Schema
 from trajstore.spans import End, float_columns, int_columns
 
 FORMAT = 1
@@ -23,6 +23,7 @@ MAX_RECORD_BYTES = 64 << 20
 _SPAN_CHUNK_ROWS = 4096
 _TEXT_CHUNK_BYTES = 64 << 10
 _STREAM_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}-[0-9a-v]{26}\Z")
+_COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}\Z")
 _BASE32 = "0123456789abcdefghijklmnopqrstuv"
 
 
@@ -142,6 +143,50 @@ class Replaces:
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnState:
+    """How far a derived column of some target stream has come: values for rows [first, stop), then changes."""
+
+    generation: int
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    stop: int
+    deltas: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "generation": self.generation,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "first": self.first,
+            "stop": self.stop,
+            "deltas": self.deltas,
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> ColumnState:
+        field_ = Field(str(data["dtype"]), tuple(_count(n) for n in data["shape"]))
+        counts = {name: _count(data[name]) for name in ("generation", "first", "stop", "deltas")}
+        if counts["first"] > counts["stop"]:
+            raise FormatError(f"a column holds rows {counts['first']} to {counts['stop']}")
+        return ColumnState(dtype=field_.dtype, shape=field_.shape, **counts)
+
+    def lengths(self, target: str, name: str) -> dict[str, int]:
+        """Its arrays, by path, and how long they are."""
+        prefix = f"columns/{target}/{name}/{self.generation}"
+        n = self.stop - self.first
+        return {f"{prefix}/values": n, f"{prefix}/delta_rows": self.deltas, f"{prefix}/delta_values": self.deltas}
+
+    def layouts(self, target: str, name: str) -> dict[str, ArrayLayout]:
+        values = ArrayLayout.of(Field(self.dtype, self.shape))
+        rows = ArrayLayout(np.dtype("int64"), (), _SPAN_CHUNK_ROWS, Codec.parse("blosc-lz4:5"))
+        return dict(zip(self.lengths(target, name), (values, rows, values), strict=True))
+
+
+Columns = Mapping[str, Mapping[str, ColumnState]]  # by target stream and name
+
+
+@dataclass(frozen=True, slots=True)
 class CommitRecord:
     """A stream's ``zarr.json``. Publishing a new one is the commit; nothing else makes rows exist."""
 
@@ -163,7 +208,7 @@ class CommitRecord:
     first_row: int = 0
     view: View = field(default_factory=View)
     replaces: Replaces | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Columns = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -173,6 +218,9 @@ class CommitRecord:
         """Committed rows of one of the stream's arrays."""
         if path.startswith("steps/"):
             return self.rows
+        if path.startswith("columns/"):
+            _, target, name, _, _ = path.split("/")
+            return self.columns[target][name].lengths(target, name)[path]
         return self.text_bytes if path == "spans/text" else self.spans
 
     def nodes(self) -> dict[str, dict[str, Any]]:
@@ -205,7 +253,10 @@ class CommitRecord:
             "first_row": self.first_row,
             "view": self.view.to_json(),
             "replaces": self.replaces.to_json() if self.replaces else None,
-            "columns": dict(self.columns),
+            "columns": {
+                target: {name: state.to_json() for name, state in named.items()}
+                for target, named in self.columns.items()
+            },
         }
         consolidated = {"kind": "inline", "must_understand": False, "metadata": self.nodes()}
         return with_checksum(GROUP | {"attributes": {"trajstore": own}, "consolidated_metadata": consolidated})
@@ -260,6 +311,21 @@ def _id(value: object) -> str:
     return value
 
 
+def _columns(data: Mapping[str, Any]) -> dict[str, dict[str, ColumnState]]:
+    for named in data.values():
+        for name in named:
+            if not is_column_name(name):
+                raise FormatError(f"{name!r:.80} is not the name of a column")
+    return {
+        _id(target): {name: ColumnState.from_json(state) for name, state in named.items()}
+        for target, named in data.items()
+    }
+
+
+def is_column_name(name: object) -> bool:
+    return isinstance(name, str) and _COLUMN_NAME.match(name) is not None
+
+
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_ROWS:
         raise FormatError(f"expected a count, got {value!r:.80}")
@@ -281,7 +347,11 @@ def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
         schema = Schema.from_json(own["schema"])
     except SchemaError as error:
         raise FormatError(str(error)) from error
+    columns = _columns(own["columns"])
     expected = layouts_of(schema)
+    for target, named in columns.items():
+        for name, state in named.items():
+            expected |= state.layouts(target, name)
     arrays = {path: ArrayLayout.from_metadata(metadata[path], path) for path in expected}
     for path, (layout, _) in arrays.items():
         if (layout.dtype, layout.row_shape) != (expected[path].dtype, expected[path].row_shape):
@@ -305,7 +375,7 @@ def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
         first_row=_count(own["first_row"]),
         view=View.from_json(own["view"]),
         replaces=Replaces.from_json(own["replaces"]) if own["replaces"] is not None else None,
-        columns=dict(own["columns"]),
+        columns=columns,
     )
     for path, (_, rows) in arrays.items():
         if rows != record.length(path):

@@ -201,6 +201,19 @@ class Snapshot:
             arrays[path] = widen_bfloat16(rows) if schema[path].dtype == "bfloat16" else rows
         return nest(arrays)
 
+    def column(self, name: str) -> dict[str, tuple[int, Array]]:
+        """Values of a derived column, by stream: the row of the first, and the values; rows never set are 0.
+
+        Where several writers have put it, the newest counts.
+        """
+        found: dict[str, tuple[int, Array]] = {}
+        for stream in self._streams.values():  # oldest first
+            for target, named in stream.record.columns.items():
+                if name in named and target in self._streams:
+                    n_rows = self._streams[target].record.rows
+                    found[target] = _read_column(stream.reader, target, name, n_rows)
+        return found
+
     def _read(self, path: str, spans: Sequence[Any], start: int, stop: int) -> Array:
         streams = list(self._streams.values())
         parts, offset = [], 0
@@ -258,6 +271,23 @@ def _check_schemas(storage: Storage, schema: Schema | None, streams: Iterable[_S
             raise SchemaError(
                 f"{storage.display}: stream '{stream.record.id}' has another schema: {'; '.join(differences)}"
             )
+
+
+def _read_column(reader: StreamReader, target: str, name: str, n_rows: int) -> tuple[int, Array]:
+    state = reader.record.columns[target][name]
+    paths = state.lengths(target, name)
+    values, rows, changes = (reader.read_rows(path, 0, n) for path, n in paths.items())
+    if not len(rows):
+        return state.first, values
+    stop = int(rows.max()) + 1
+    if rows.min() < state.first or max(stop, state.stop) > n_rows:
+        raise CorruptionError(f"column '{name}' of stream '{target}' has changes outside of its rows")
+    grown = np.zeros((max(stop - state.first, len(values)), *values.shape[1:]), values.dtype)
+    grown[: len(values)] = values
+    # In order: of several changes to a row the last one counts, which numpy's assignment does not promise.
+    last = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
+    grown[rows[last] - state.first] = changes[last]
+    return state.first, grown
 
 
 def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:

@@ -156,6 +156,12 @@ def place(staging: Staging, placement: Placement, schema: Schema) -> Batch:
     return Batch(rows, ints, floats, text, now)
 
 
+def empty_batch(schema: Schema) -> Batch:
+    """A batch without rows, for commits of nothing but columns."""
+    ints = np.zeros((0, len(int_columns(schema))), np.int64)
+    return Batch({}, ints, np.zeros((0, len(float_columns(schema)))), b"", time.time())
+
+
 def _row_order(staging: Staging) -> Array | None:
     """Staged rows by episode, in order of arrival within it; None where they lie so already."""
     episode = staging.episode[: staging.n]

@@ -27,6 +27,8 @@ class Draw:
     entry: torch.Tensor
     start: torch.Tensor
     n: torch.Tensor | None = None
+    probability: torch.Tensor | None = None  # of drawing this window, where priorities decide
+    weight: torch.Tensor | None = None  # that takes back the bias
 
 
 class Starts:
@@ -116,6 +118,25 @@ class Starts:
     def sums(self) -> Array:
         """By entry: what may be drawn up to and including it."""
         return self._sums.host - self.base
+
+    def counts(self, entry: Array) -> Array:
+        """How many windows episodes have, where all weigh the same."""
+        sums = self._sums.host
+        before = np.where(entry > 0, sums[entry - 1], self.base) if len(sums) else entry
+        counts: Array = sums[entry] - before
+        return counts
+
+    def lengths_of(self, entry: Array) -> Array:
+        """Steps of episodes, on the host."""
+        index = self._index
+        rows = index.logical.host[entry + 1] - index.logical.host[entry]
+        lengths: Array = rows - (index.flags.host[entry] & HAS_FINAL)
+        return lengths
+
+    def usable_of(self, entry: Array) -> Array:
+        """Steps that a window may learn from, of some episodes, on the host."""
+        flags = self._index.flags.host[entry]
+        return usable_steps(self.lengths_of(entry), flags, self._spec, self._reward_with_observation).clip(0)
 
     @property
     def nbytes(self) -> int:

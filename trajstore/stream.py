@@ -10,7 +10,7 @@ import numpy as np
 
 from trajstore.chunks import ArrayLayout
 from trajstore.errors import CorruptionError, FormatError
-from trajstore.record import CommitRecord, dump_json
+from trajstore.record import Columns, ColumnState, CommitRecord, dump_json
 from trajstore.schema import Array, Schema
 from trajstore.spans import Spans, check_spans, float_columns, int_columns
 from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage
@@ -223,6 +223,13 @@ class _Column:
 
         return make
 
+    def objects(self) -> list[str]:
+        """Keys of everything that the array consists of."""
+        n_chunks = -(-self.rows // self._layout.chunk_rows)
+        return [f"{self._prefix}/{self._layout.chunk_key(i)}" for i in range(n_chunks)] + [
+            f"{self._prefix}/zarr.json"
+        ]
+
     def advance(self, n: int, versions: Mapping[str, str]) -> None:
         """Take over the state after ``n`` appended rows became durable."""
         self.rows += n
@@ -243,10 +250,22 @@ class Batch:
     span_floats: Array
     text: bytes
     committed_at: float
+    columns: Sequence[ColumnChange] = ()
 
     @property
     def n_rows(self) -> int:
-        return len(next(iter(self.rows.values())))
+        return len(next(iter(self.rows.values()))) if self.rows else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChange:
+    """Values of a derived column: a new generation from row ``first`` on, or changes of single rows."""
+
+    target: str
+    name: str
+    values: Array
+    first: int = 0
+    rows: Array | None = None  # None: a new generation
 
 
 class StreamAppender:
@@ -269,11 +288,13 @@ class StreamAppender:
     def commit(self, batch: Batch) -> None:
         """Write the batch's chunks, then publish them all at once by replacing the commit record."""
         self._be_born()
+        columns = self._settle_columns(batch)
         new = self._new_rows(batch)
         # A second try may find the first one's record published after all: then readers are looking.
         expect = OWN if self._tried is batch else UNSEEN
         self._tried = batch
         puts = [put for path, rows in new.items() for put in self._columns[path].puts(rows, expect)]
+        puts += self._column_nodes(columns)
         # Chunks first, record last: until the record names them no reader looks at the new rows,
         # so a crash here leaves garbage past the end, never a torn episode.
         versions = self._storage.put_many(puts)
@@ -284,10 +305,71 @@ class StreamAppender:
             text_bytes=self.record.text_bytes + len(batch.text),
             commit=self.record.commit + 1,
             committed_at=batch.committed_at,
+            columns=columns,
+            layouts=self._layouts(columns),
         )
         self._publish(record)
         for path, rows in new.items():
             self._columns[path].advance(len(rows), versions)
+        self._drop_generations()
+
+    def _settle_columns(self, batch: Batch) -> dict[str, dict[str, ColumnState]]:
+        """The state of all derived columns after a batch; new generations get arrays."""
+        columns = {target: dict(named) for target, named in self.record.columns.items()}
+        for change in batch.columns:
+            named = columns.setdefault(change.target, {})
+            old, n = named.get(change.name), len(change.values)
+            if change.rows is None:
+                dtype, shape = str(change.values.dtype), change.values.shape[1:]
+                generation = old.generation + 1 if old else 0
+                state = ColumnState(generation, dtype, shape, change.first, change.first + n, 0)
+            else:
+                assert old is not None
+                state = replace(old, deltas=old.deltas + n)
+            named[change.name] = state
+            for path, layout in state.layouts(change.target, change.name).items():
+                if path not in self._columns:
+                    self._columns[path] = _Column(path, f"streams/{self.record.id}/{path}", layout)
+        return columns
+
+    def _layouts(self, columns: Columns) -> dict[str, ArrayLayout]:
+        layouts = {path: layout for path, layout in self.record.layouts.items() if not path.startswith("columns/")}
+        for target, named in columns.items():
+            for name, state in named.items():
+                layouts |= state.layouts(target, name)
+        return layouts
+
+    def _column_nodes(self, columns: Columns) -> list[Put]:
+        """Metadata of the arrays of new generations, for whoever opens them by their own path."""
+        record = replace(self.record, columns=columns, layouts=self._layouts(columns))
+        known = self.record.nodes()
+        return [
+            Put(f"streams/{self.record.id}/{path}/zarr.json", lambda node=node: dump_json(node))  # type: ignore[misc]
+            for path, node in record.nodes().items()
+            if path.startswith("columns") and path not in known
+        ]
+
+    def _drop_generations(self) -> None:
+        """Delete generations older than the one before the newest: nobody reads them any more."""
+        old = [
+            path
+            for path in self._columns
+            if path.startswith("columns/") and self._generation(path) < self._newest_generation(path) - 1
+        ]
+        keys = [key for path in old for key in self._columns[path].objects()]
+        keys += {f"streams/{self.record.id}/{path.rpartition('/')[0]}/zarr.json" for path in old}
+        if keys:
+            self._storage.delete(keys)
+        for path in old:
+            del self._columns[path]
+
+    @staticmethod
+    def _generation(path: str) -> int:
+        return int(path.split("/")[3])
+
+    def _newest_generation(self, path: str) -> int:
+        _, target, name, _, _ = path.split("/")
+        return self.record.columns[target][name].generation
 
     def seal(self) -> None:
         """Declare the stream finished, and give its arrays their final shapes of their own.
@@ -334,6 +416,16 @@ class StreamAppender:
         new["spans/ints"] = Rows(batch.span_ints)
         new["spans/floats"] = Rows(batch.span_floats)
         new["spans/text"] = Rows(np.frombuffer(batch.text, np.uint8))
+        for change in batch.columns:
+            old = self.record.columns.get(change.target, {}).get(change.name)
+            if change.rows is None:
+                prefix = f"columns/{change.target}/{change.name}/{old.generation + 1 if old else 0}"
+                new[f"{prefix}/values"] = Rows(change.values)
+            else:
+                assert old is not None
+                prefix = f"columns/{change.target}/{change.name}/{old.generation}"
+                new[f"{prefix}/delta_rows"] = Rows(change.rows)
+                new[f"{prefix}/delta_values"] = Rows(change.values)
         return {path: rows for path, rows in new.items() if len(rows)}
 
 

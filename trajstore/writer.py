@@ -19,13 +19,13 @@ from trajstore.errors import ClosedError, DataError, StepPlacedError, TrajstoreE
 from trajstore.intake import Intake, Step, leading_shape
 from trajstore.lanes import Flags, Lanes, check_ends, end_of
 from trajstore.pipeline import Pipeline
-from trajstore.record import layouts_of, new_id
-from trajstore.schema import Array, Schema
+from trajstore.record import is_column_name, is_stream_id, layouts_of, new_id
+from trajstore.schema import Array, Field, Schema
 from trajstore.sizes import parse_bytes
 from trajstore.spans import End, EpisodeValues, check_metadata
 from trajstore.staging import EndEvent
 from trajstore.storage import Storage
-from trajstore.stream import StreamAppender, new_record
+from trajstore.stream import ColumnChange, StreamAppender, new_record
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class Writer:
         self._intake = Intake(schema)
         self._lanes = Lanes()
         self._counts = dict.fromkeys(("steps", "dropped_steps", "aborted_episodes", "cut_episodes"), 0)
+        self._put_columns: set[tuple[str, str]] = set()
         self._pipeline = Pipeline(
             parse_bytes(options.buffer_bytes, "buffer_bytes"),
             lambda: self._intake.schema,
@@ -284,6 +285,35 @@ class Writer:
             for path, value in rows.items():
                 staging.columns[path][row] = value
             return Handle(self.stream, episode, step)
+
+    def put_column(
+        self, name: str, target: str, values: Array, *, first: int = 0, rows: Array | None = None
+    ) -> None:
+        """Store values computed after collection for rows of a stream, with the next commit.
+
+        They stand in this writer's own stream; the steps themselves never change. Where several writers have a
+        column for the same rows, that of the newest writer counts.
+
+        Args:
+            name: Of the column.
+            target: Id of the stream whose rows these are.
+            values: ``[n, ...]``: a whole new generation of the column, for rows from ``first`` on; or values of
+                single rows. Not copied: leave them alone until they are committed.
+            first: Row of the first value.
+            rows: The rows, where only some change; this writer has put the column before.
+        """
+        if not is_column_name(name) or not is_stream_id(target):
+            raise DataError(f"column {name!r} of stream {target!r}: expected a plain name and a stream id")
+        if rows is not None and (rows.dtype != np.int64 or rows.shape != values.shape[:1]):
+            raise DataError(
+                f"column '{name}': expected int64 rows of shape {values.shape[:1]}, got {rows.dtype} {rows.shape}"
+            )
+        Field(str(values.dtype), values.shape[1:])  # raises what the schema would
+        with self._call():
+            if rows is not None and (target, name) not in self._put_columns:
+                raise DataError(f"column '{name}' of stream '{target}': rows can be changed once it was put whole")
+            self._put_columns.add((target, name))
+            self._pipeline.put_column(ColumnChange(target, name, values, first, rows))
 
     def commit(self) -> None:
         """Make everything appended so far durable and visible; returns when it is."""

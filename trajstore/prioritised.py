@@ -1,0 +1,668 @@
+"""Prioritised draws: a tree of masses for every kind of window that is drawn so, kept up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.assembler import Assembler, Kind, Where
+from trajstore.draws import Among, check_size, first_recent
+from trajstore.errors import DataError
+from trajstore.priorities import Priorities
+from trajstore.priority_table import PriorityTable
+from trajstore.rng import Counter
+from trajstore.schema import Array
+from trajstore.starts import Draw
+from trajstore.sumtree import SumTree
+from trajstore.windows import Windows
+from trajstore.writer import Writer
+
+_HEADROOM = 3  # bits that the largest mass may grow by before all are scaled anew
+_PIECE = 1 << 20  # leaves that are computed at a time
+_MAX_KINDS = 16
+COLUMN = "priority"
+_SHARING = ("pad_left", "pad_both")  # boundaries with windows that start before their episode
+
+
+class PrioritySampler:
+    """Draws windows by priority and takes updates. Methods are called with the assembler's lock held.
+
+    Attributes:
+        n_ignored: Updates to steps that were evicted.
+        n_batches: Batches drawn so far; what schedules go by.
+    """
+
+    def __init__(self, source: Assembler, options: Priorities) -> None:
+        self._source = source
+        self.options = options
+        self.table = PriorityTable(source.index, None if options.initial == "max" else float(options.initial))
+        self.n_ignored = self.n_batches = 0
+        self._trees: dict[tuple[Windows, Where | None], _Tree] = {}
+        self._masses = _Masses(options)
+        self._seen = -1
+        self._saved_by = 0  # the writer that has put what is stored
+        self._saved: dict[int, tuple[int, int]] = {}  # by source: first row of its generation, changes since
+
+    def follow(self) -> None:
+        """Catch up with the index."""
+        index = self._source.index
+        snapshot = self._source.snapshot
+        if self._seen == index.version or snapshot.schema is None:
+            return
+        known = np.flatnonzero(self.table.n_rows)
+        self.table.follow(snapshot)
+        self._seen = index.version
+        fresh = {name for name, number in index.numbers.items() if number + 1 not in known}
+        if any(COLUMN in named for record in snapshot.streams for named in record.columns.values()):
+            stored = snapshot.column(COLUMN)
+            self.table.load({index.numbers[name] + 1: stored[name] for name in stored if name in fresh})
+
+    def save(self, writer: Writer) -> int:
+        """Hand what has changed to a writer, for its next commit; returns how many values that is.
+
+        Single values at first; once they are more than half of a stream's rows, all of them.
+        """
+        self.follow()
+        if self._saved_by != id(writer):
+            self._saved_by, self._saved = id(writer), {}
+        names, marks, n = list(self._source.index.numbers), self._source.index.marks, 0
+        for source, rows in self.table.take_changes().items():
+            first, n_rows = int(marks[source]), int(self.table.n_rows[source])
+            old_first, n_deltas = self._saved.get(source, (0, n_rows))
+            low, _ = self.table.range_of(source, 0, 0)
+            rows = rows[rows >= max(first, old_first)]
+            if n_deltas + len(rows) > (n_rows - first) // 2:
+                values = self.table.values[low + first : low + n_rows].cpu().numpy().copy()
+                writer.put_column(COLUMN, names[source - 1], values, first=first)
+                self._saved[source] = first, 0
+            else:
+                values = self.table.values[torch.from_numpy(low + rows).to(self._source.device)].cpu().numpy()
+                writer.put_column(COLUMN, names[source - 1], values, rows=rows)
+                self._saved[source] = old_first, n_deltas + len(rows)
+            n += len(values)
+        return n
+
+    def configure(self, **changes: Any) -> None:
+        """Change options; a change of what masses are made of makes all of them anew."""
+        options = replace(self.options, **changes)
+        if changes.keys() - {"beta", "normalize", "duplicates", "stratified", "uniform"}:
+            self._masses = _Masses(options)
+            self._trees = {}
+        if "normalize" in changes:
+            self._trees = {}
+        self.options = options
+
+    def kind(self, windows: Windows, where: Where | None) -> Kind:
+        if windows.weight != "window":
+            raise ValueError(f"weight={windows.weight!r}: priorities decide which windows are drawn")
+        return self._source.kind(windows, where)
+
+    def _tree(self, windows: Windows, where: Where | None) -> _Tree:
+        tree = self._trees.get((windows, where))
+        if tree is None:
+            tree = self._trees[windows, where] = _Tree(self._source, self.table, windows, where, self.options)
+            if len(self._trees) > _MAX_KINDS:
+                self._trees.pop(next(iter(self._trees)))
+        tree.update(self._masses)
+        return tree
+
+    def draw(self, batch_size: int, windows: Windows, among: Among, rng: Counter) -> tuple[Kind, Draw]:
+        """The windows of a batch, with their probabilities and weights."""
+        check_size("batch_size", batch_size)
+        self.follow()
+        if self._masses.is_stale(self.n_batches, self.table):
+            self._masses.settle(self.n_batches, self.table)
+            self._trees = {}
+        kind = self.kind(windows, among.where)
+        tree = self._tree(windows, among.where)
+        if not kind.starts.total:
+            raise self._source.no_windows(windows, "that the restrictions allow " if among.where else "")
+        if not tree.total:
+            raise DataError("every window that could be drawn has priority 0")
+        if self.options.uniform and among.recent_fraction != 1.0:
+            raise ValueError("uniform and recent_fraction can't be combined")
+        n_uniform = round(batch_size * self.options.uniform)
+        drawn = (
+            tree.draw(batch_size - n_uniform, rng, among, self.options.stratified)
+            if n_uniform < batch_size
+            else None
+        )
+        parts = [drawn] if drawn is not None else []
+        if n_uniform:
+            parts.append(tree.uniform(n_uniform, rng, among))
+        draw = self._weighted(tree, parts[0] if len(parts) == 1 else _joined(parts), among)
+        self.n_batches += 1
+        return kind, draw
+
+    def _weighted(self, tree: _Tree, drawn: _Drawn, among: Among) -> Draw:
+        u, n, probability = self.options.uniform, tree.n_windows(among), drawn.probability
+        if u:
+            probability = probability * (1 - u) + u / n
+        least = probability.min()
+        if self.options.normalize == "buffer" and not among.is_recent:
+            least = tree.smallest * (1 - u) + u / n
+        weight = (least / probability).pow(self.options.beta_at(self.n_batches)).clamp(max=1.0)
+        return replace(drawn.draw, probability=probability, weight=weight.to(torch.float32))
+
+    def update(self, index: torch.Tensor, priority: torch.Tensor, windows: Windows | None) -> int:
+        """Set priorities of steps; returns how many were ignored because they were evicted.
+
+        Raises:
+            DataError: Something is wrong with indices or priorities; nothing was changed.
+        """
+        self.follow()
+        handles, values = _checked(index, priority)
+        if values.ndim == 2:
+            handles, values = _spread(handles, values, windows)
+        address, kept = self._addresses(handles, is_spread=values.ndim != priority.dim())
+        values = values[kept]
+        if self.options.duplicates == "max":
+            address, values = _largest(address, values)
+        where = torch.from_numpy(address).to(self._source.device)
+        largest = self.table.largest
+        self.table.set(address, values)
+        if self.table.largest > largest and self._masses.outgrown(self.table):
+            self._masses.settle(self.n_batches, self.table)
+            self._trees = {}
+        for tree in self._trees.values():
+            tree.put(where, address, self._masses)
+        n_ignored = int((self.table.addresses_of(handles[~kept]) == -1).sum()) if not kept.all() else 0
+        self.n_ignored += n_ignored
+        return n_ignored
+
+    def _addresses(self, handles: Array, is_spread: bool) -> tuple[Array, Array]:
+        """Addresses of the steps that are still here, and which of the handles these are."""
+        address = self.table.addresses_of(handles)
+        kept = address >= 0
+        if not kept.all():
+            bad = address < (-2 if is_spread else -1)
+            if bad.any():
+                raise DataError(f"index {handles[np.flatnonzero(bad)[0]].tolist()}: this reader has no such step")
+            return address[kept], kept
+        return address, kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it takes to go on as before, together with the priorities themselves."""
+        return {
+            "n_batches": self.n_batches,
+            "n_ignored": self.n_ignored,
+            "largest": self.table.largest,
+            "masses": self._masses.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.n_batches, self.n_ignored = int(state["n_batches"]), int(state["n_ignored"])
+        self.table.largest = float(state["largest"])
+        self._masses.load_state_dict(state["masses"])
+        self._trees = {}
+
+    def stats(self, windows: Windows, where: Where | None, n_bins: int) -> dict[str, Any]:
+        """Figures over the windows that can be drawn; reads all of them."""
+        self.follow()
+        if self._masses.is_stale(self.n_batches, self.table):
+            self._masses.settle(self.n_batches, self.table)
+            self._trees = {}
+        return self._tree(windows, where).stats(n_bins) | {
+            "n_ignored": self.n_ignored,
+            "largest": self.table.largest,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Windows, and the probability that priorities give to each."""
+
+    draw: Draw
+    probability: torch.Tensor
+
+
+def _joined(parts: list[_Drawn]) -> _Drawn:
+    draws = [part.draw for part in parts]
+    n = [draw.n for draw in draws if draw.n is not None]
+    joined = Draw(
+        torch.cat([d.entry for d in draws]), torch.cat([d.start for d in draws]), torch.cat(n) if n else None
+    )
+    return _Drawn(joined, torch.cat([part.probability for part in parts]))
+
+
+class _Masses:
+    """From priorities to the whole numbers that the trees add up: exact sums, the same on every device."""
+
+    def __init__(self, options: Priorities) -> None:
+        self._options = options
+        self._scale = 0.0
+        self._limit = 0.0  # the largest raw mass that this scale is good for
+        self._size = 0
+        self._ranked_at = 0
+        self._ranks: torch.Tensor | None = None  # sorted priorities, for ranks
+
+    def is_stale(self, n_batches: int, table: PriorityTable) -> bool:
+        is_ranked = self._options.kind == "rank"
+        is_old = is_ranked and (self._ranks is None or n_batches - self._ranked_at >= self._options.rank_every)
+        return self._scale == 0.0 or is_old or self.outgrown(table)
+
+    def outgrown(self, table: PriorityTable) -> bool:
+        return table.size > self._size or (
+            self._options.kind != "rank" and self._raw_of(table.largest) > self._limit
+        )
+
+    def _raw_of(self, priority: float) -> float:
+        return float((priority + self._options.eps) ** self._options.alpha)
+
+    def settle(self, n_batches: int, table: PriorityTable) -> None:
+        """Choose the scale anew: the sum of all masses stays below 2**62."""
+        self._size = max(2 * table.size, 1 << 20)
+        bits = 61 - (self._size - 1).bit_length()
+        if self._options.kind == "rank":
+            self._ranks = torch.sort(table.values[: table.size]).values
+            self._ranked_at, self._limit = n_batches, 1.0
+        else:
+            self._limit = max(self._raw_of(table.largest), 1e-30) * 2**_HEADROOM
+        self._scale = 2.0**bits / self._limit
+
+    def of(self, priority: torch.Tensor) -> torch.Tensor:
+        """Masses of raw priorities; that of 0 is 0, others have at least 1."""
+        value = priority.to(torch.float64)
+        if self._ranks is None:
+            raw = (value + self._options.eps).pow(self._options.alpha)
+        else:
+            rank = len(self._ranks) - torch.searchsorted(self._ranks, priority, right=True) + 1
+            raw = rank.to(torch.float64).reciprocal().pow(self._options.alpha)
+        mass = (raw * self._scale).round_().to(torch.int64).clamp_(min=1)
+        return torch.where(value > 0, mass, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "scale": self._scale,
+            "limit": self._limit,
+            "size": self._size,
+            "ranked_at": self._ranked_at,
+            "ranks": None if self._ranks is None else self._ranks.cpu(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._scale, self._limit = float(state["scale"]), float(state["limit"])
+        self._size, self._ranked_at = int(state["size"]), int(state["ranked_at"])
+        self._ranks = state["ranks"]
+
+
+class _Tree:
+    """The masses of one kind of window: one leaf a row, positive where a window can start.
+
+    Windows that start before their episode (padded at the left) share the leaf of its first step, which has so many
+    times the mass; which of them it is, is drawn.
+    """
+
+    def __init__(
+        self, source: Assembler, table: PriorityTable, windows: Windows, where: Where | None, options: Priorities
+    ) -> None:
+        self._source = source
+        self._table = table
+        self._windows = windows
+        self._where = where
+        self._options = options
+        self._tree = SumTree(
+            source.device, compiled=source.kernels is not None, with_min=options.normalize == "buffer"
+        )
+        self._seen = (-1, -1, -1)  # generation, version of the index, layout of the table
+        self._n_closed = self._n_heads = 0
+        self._marks = np.empty(0, np.int64)  # by source: rows below were evicted
+        self._tail = np.empty((3, 0), np.int64)  # stream, episode and t where valid starts stop, of open episodes
+        self._counted = (-1, 0)  # version of the index, leaves at which a window can start
+        self.kind = source.kind(windows, where)
+
+    @property
+    def total(self) -> int:
+        return int(self._tree.total)
+
+    @property
+    def n_valid(self) -> int:
+        """Leaves at which a window can start."""
+        if self._windows.boundary not in _SHARING:
+            return self.kind.starts.total
+        index = self._source.index
+        if self._counted[0] != index.version:
+            first, stop = self._valid(np.arange(index.first, index.n))
+            self._counted = index.version, int((stop - first).sum())
+        return self._counted[1]
+
+    # ---- following the index
+
+    def update(self, masses: _Masses) -> None:
+        index = self._source.index
+        self.kind = self._source.kind(self._windows, self._where)
+        seen = (index.generation, index.version, self._table.layout)
+        if seen == self._seen:
+            return
+        is_same = self._seen[0] == index.generation and self._seen[2] == self._table.layout and self._where is None
+        marks = index.marks
+        if not is_same or self.kind.starts.chains is not None:
+            self._rebuild(masses)
+        else:
+            self._tree.resize(self._table.size)
+            if len(index.heads) > self._n_heads or (marks[: len(self._marks)] != self._marks).any():
+                self._trim(marks, max(index.heads[self._n_heads :], default=0), masses)
+            self._extend(masses)
+        self._n_closed, self._n_heads, self._seen, self._marks = index.n_closed, len(index.heads), seen, marks
+        tail = slice(index.n_closed, index.n)
+        stop = self._valid(np.arange(index.n_closed, index.n))[1] + index.t_base.host[tail]
+        self._tail = np.stack([index.stream.host[tail], index.episode.host[tail], stop])
+
+    def _trim(self, marks: Array, stop: int, masses: _Masses) -> None:
+        """Take away the masses of evicted rows, and of windows that reach into them."""
+        for source, mark in enumerate(marks):
+            before = int(self._marks[source]) if source < len(self._marks) else 0
+            if mark > before:
+                low, high = self._table.range_of(source, before, int(mark))
+                self._tree.put_range(low, torch.zeros(high - low, dtype=torch.int64, device=self._source.device))
+        if self._windows.lead or self._windows.boundary in _SHARING:
+            entry = np.arange(self._source.index.first, min(stop, self._n_closed))
+            self._clear(entry, np.zeros_like(entry), self.kind.starts.lengths_of(entry))
+            self._set(entry, *self._valid(entry), masses)
+
+    def _valid(self, entry: Array) -> tuple[Array, Array]:
+        """Positions at which windows can start, from and to, of index entries."""
+        starts, spec = self.kind.starts, self._windows
+        count = starts.counts(entry)
+        if spec.boundary == "pad_both":
+            high = starts.usable_of(entry)
+        elif spec.boundary == "pad_left":
+            high = np.where(count > 0, (starts.usable_of(entry) - spec.reach).clip(1), 0)
+        else:
+            high = count + np.where(count > 0, spec.lead, 0)
+        return np.minimum(spec.lead, high), np.where(count > 0, high, 0)
+
+    def _shared(self, entry: Array) -> Array:
+        """How many windows share the first step of index entries."""
+        n, spec = self.kind.starts.usable_of(entry), self._windows
+        if spec.boundary == "pad_left":
+            return np.minimum(n, spec.reach + 1).clip(1)
+        if spec.boundary == "pad_both":
+            return (spec.length - 1) * n.clip(max=spec.stride) + 1
+        return np.ones(len(entry), np.int64)
+
+    def _extend(self, masses: _Masses) -> None:
+        """Add the starts that are new: of episodes that ended or came since, and of those that are open."""
+        index = self._source.index
+        entry = np.arange(self._n_closed, index.n)
+        first, stop = self._valid(entry)
+        done = np.zeros(len(entry), np.int64)
+        stream, episode, t_stop = self._tail
+        was_open = index.find(stream, episode)
+        here = was_open >= self._n_closed
+        was_open = was_open[here]
+        done[was_open - self._n_closed] = (t_stop[here] - index.t_base.host[was_open]).clip(0)
+        lost = done > stop  # what ended without a successor may have lost its last start
+        self._clear(entry[lost], stop[lost], done[lost])
+        if self._windows.lead or self._windows.boundary in _SHARING:
+            done[:] = 0  # evictions and more steps change what the first steps count
+            self._clear(entry, np.zeros_like(entry), np.minimum(first, self.kind.starts.lengths_of(entry)))
+        self._set(entry, np.maximum(first, np.minimum(done, stop)), stop, masses)
+
+    def _clear(self, entry: Array, first: Array, stop: Array) -> None:
+        owner, position = _ranges(first, stop)
+        if len(position):
+            address = torch.from_numpy(self._table.addresses(entry[owner], position)).to(self._source.device)
+            self._tree.put(address, torch.zeros_like(address))
+
+    def _rebuild(self, masses: _Masses) -> None:
+        index = self._source.index
+        self._tree.rebuild(torch.zeros(self._table.size, dtype=torch.int64, device=self._source.device))
+        entry = np.arange(index.first, index.n)
+        first, stop = self._valid(entry)
+        sums = np.cumsum(stop - first)
+        cuts = np.searchsorted(sums, np.arange(0, int(sums[-1]) if len(sums) else 0, _PIECE), side="left")
+        for low, high in zip(cuts, np.append(cuts[1:], len(entry)), strict=True):
+            piece = slice(int(low), int(high))
+            self._set(entry[piece], first[piece], stop[piece], masses)
+
+    def _set(self, entry: Array, first: Array, stop: Array, masses: _Masses) -> None:
+        """Give masses to the starts at positions from ``first`` to ``stop`` of index entries."""
+        owner, position = _ranges(first, stop)
+        if not len(position):
+            return
+        address = self._table.addresses(entry[owner], position)
+        where = torch.from_numpy(address).to(self._source.device)
+        mass = masses.of(self._priority(entry[owner], position, where))
+        if self._windows.boundary in _SHARING:
+            times = np.where(position == 0, self._shared(entry)[owner], 1)
+            mass = mass * torch.from_numpy(times).to(mass.device)
+        if len(address) == address[-1] - address[0] + 1 and (np.diff(address) == 1).all():
+            self._tree.put_range(int(address[0]), mass)
+        else:
+            self._tree.put(where, mass)
+
+    def _priority(self, entry: Array, position: Array, address: torch.Tensor) -> torch.Tensor:
+        """Priorities of the windows that start at positions."""
+        over, spec = self._options.over, self._windows
+        if over == "start" or spec.length == 1:
+            return self._table.values[address]
+        steps = position[:, None] + np.arange(spec.length) * spec.stride
+        n = self.kind.starts.lengths_of(entry)[:, None]
+        inside = np.minimum(steps, n - 1)
+        where = self._table.addresses(np.repeat(entry, spec.length), inside.ravel()).reshape(steps.shape)
+        values = self._table.values[torch.from_numpy(where).to(address.device)]
+        exists = torch.from_numpy(inside == steps).to(address.device)
+        largest = values.masked_fill(~exists, 0.0).amax(1)
+        mean = (values * exists).sum(1) / exists.sum(1)
+        eta = {"max": 1.0, "mean": 0.0}[over] if isinstance(over, str) else over
+        return largest * eta + mean * (1 - eta)
+
+    def put(self, where: torch.Tensor, address: Array, masses: _Masses) -> None:
+        """Take over changed priorities of steps."""
+        if not len(address) or self._seen[1] != self._source.index.version:
+            self._seen = (-1, -1, -1) if len(address) else self._seen  # behind the index: made anew when asked for
+            return
+        if self._options.over == "start" or self._windows.length == 1:
+            old = self._tree.get(where)
+            mass = masses.of(self._table.values[where])
+            if self._windows.boundary in _SHARING:
+                entry, position = self._table.steps(address)
+                times = np.where(position == 0, self._shared(entry), 1)
+                mass = mass * torch.from_numpy(times).to(mass.device)
+            self._put_valid(where, address, old, mass)
+            return
+        self._put_windows(address, masses)
+
+    def _put_valid(self, where: torch.Tensor, address: Array, old: torch.Tensor, mass: torch.Tensor) -> None:
+        """Set masses where a window can start; one of mass 0 may be either, so those are looked up."""
+        unsure = (old == 0).cpu().numpy()
+        if unsure.any():
+            entry, position = self._table.steps(address[unsure])
+            first, stop = self._valid(entry)
+            valid = np.ones(len(address), bool)
+            valid[unsure] = (position >= first) & (position < stop)
+            mass = torch.where(torch.from_numpy(valid).to(mass.device), mass, 0)
+        self._tree.put(where, mass)
+
+    def _put_windows(self, address: Array, masses: _Masses) -> None:
+        """Compute anew the windows that the steps are in."""
+        spec = self._windows
+        entry, position = self._table.steps(address)
+        start = (position[:, None] - np.arange(spec.length) * spec.stride).ravel()
+        owner = np.repeat(entry, spec.length)
+        first, stop = self._valid(owner)
+        # Windows that begin before the episode count at its first step.
+        start = np.maximum(start, 0) if spec.boundary in _SHARING else start
+        good = (start >= first) & (start < stop)
+        pairs = np.unique(np.stack([owner[good], start[good]]), axis=1)
+        order = np.lexsort((pairs[1], pairs[0]))
+        entries, starts = pairs[0][order], pairs[1][order]
+        self._set(entries, starts, starts + 1, masses)
+
+    # ---- drawing
+
+    def draw(self, n: int, rng: Counter, among: Among, stratified: bool) -> _Drawn:
+        if among.is_recent:
+            return self._draw_recent(n, rng, among)
+        leaf, mass = self._tree.draw(n, rng, stratified=stratified)
+        return self._located(leaf, self._probability(mass), rng)
+
+    def _probability(self, mass: torch.Tensor) -> torch.Tensor:
+        return mass.to(torch.float64) / self._tree.total.to(torch.float64)
+
+    def _located(self, leaf: torch.Tensor, probability: torch.Tensor, rng: Counter) -> _Drawn:
+        entry, position = self._table.steps(leaf.cpu().numpy())
+        device = self._source.device
+        entries, start = (torch.from_numpy(a).to(device) for a in (entry, position))
+        if self._windows.boundary in _SHARING:
+            times = torch.from_numpy(np.where(position == 0, self._shared(entry), 1)).to(device)
+            number = rng.below(len(times), times, device)
+            first = self._windows.start(number, self.kind.starts.usable(entries))
+            start, probability = torch.where(times > 1, first, start), probability / times
+        return _Drawn(self.kind.starts.with_n(Draw(entries, start), rng), probability)
+
+    def _first_recent(self, among: Among) -> int:
+        return first_recent(self.kind, among) if among.is_recent else 0
+
+    def _recent(self, among: Among) -> tuple[Array, Array]:
+        """Leaves and masses of recent windows; costs as much as there are."""
+        starts, index = self.kind.starts, self._source.index
+        number = torch.arange(self._first_recent(among), starts.total, device=index.device)
+        draw = starts.locate(number, Counter(0))
+        entry, start = draw.entry.cpu().numpy(), draw.start.clamp(min=0).cpu().numpy()
+        address = np.unique(self._table.addresses(entry, start))
+        return address, self._tree.get(torch.from_numpy(address).to(index.device)).cpu().numpy()
+
+    def _draw_recent(self, n: int, rng: Counter, among: Among) -> _Drawn:
+        address, mass = self._recent(among)
+        sums = np.cumsum(mass)
+        if not len(sums) or not sums[-1]:
+            raise DataError("every recent window that could be drawn has priority 0")
+        device, fraction = self._source.device, among.recent_fraction
+        n_recent = round(n * fraction)
+        number = rng.below(n_recent, int(sums[-1]), torch.device("cpu")).numpy()
+        leaf = torch.from_numpy(address[np.searchsorted(sums, number, side="right")]).to(device)
+        if n_recent < n:
+            leaf = torch.cat([leaf, self._tree.draw(n - n_recent, rng)[0]])
+        chosen = self._tree.get(leaf)
+        is_recent = torch.from_numpy(np.isin(leaf.cpu().numpy(), address)).to(device)
+        share = chosen.to(torch.float64) / float(sums[-1]) * is_recent
+        return self._located(leaf, share * fraction + self._probability(chosen) * (1 - fraction), rng)
+
+    def uniform(self, n: int, rng: Counter, among: Among) -> _Drawn:
+        """Windows drawn whatever their priorities, with the probability that these would give them."""
+        draw = self.kind.starts.draw(n, rng, self._first_recent(among))
+        entry, start = draw.entry.cpu().numpy(), draw.start.cpu().numpy()
+        address = torch.from_numpy(self._table.addresses(entry, start.clip(0))).to(self._source.device)
+        probability = self._probability(self._tree.get(address))
+        if among.is_recent:
+            probability = probability * (self._tree.total.to(torch.float64) / float(self._recent(among)[1].sum()))
+        if self._windows.boundary in _SHARING:
+            times = np.where(start <= 0, self._shared(entry), 1)
+            probability = probability / torch.from_numpy(times).to(probability.device)
+        return _Drawn(draw, probability)
+
+    def n_windows(self, among: Among) -> int:
+        """How many windows there are to draw from; those of priority 0 count only if some are drawn uniformly."""
+        if self._options.uniform or among.is_recent:
+            return self.kind.starts.total - self._first_recent(among)
+        return self.kind.starts.total - self.n_valid + int(self._tree.n_positive)
+
+    @property
+    def smallest(self) -> torch.Tensor:
+        """The smallest probability that is not 0."""
+        return self._probability(self._tree.smallest)
+
+    def stats(self, n_bins: int) -> dict[str, Any]:
+        starts, index = self.kind.starts, self._source.index
+        lowest, highest, total, squares, n = np.inf, 0.0, 0.0, 0.0, 0
+        by_age = np.zeros(n_bins)
+        mass_sum = max(float(self._tree.total), 1.0)
+        for low in range(0, starts.total, _PIECE):
+            number = torch.arange(low, min(low + _PIECE, starts.total), device=index.device)
+            draw = starts.locate(number, Counter(0))
+            entry, start = draw.entry.cpu().numpy(), draw.start.clamp(min=0).cpu().numpy()
+            where = torch.from_numpy(self._table.addresses(entry, start)).to(index.device)
+            values = self._table.values[where].to(torch.float64)
+            share = self._tree.get(where).to(torch.float64) / mass_sum
+            lowest, highest = min(lowest, float(values.min())), max(highest, float(values.max()))
+            total, squares, n = total + float(values.sum()), squares + float((share**2).sum()), n + len(values)
+            bins = np.minimum((number.cpu().numpy() * n_bins) // starts.total, n_bins - 1)
+            by_age += np.bincount(bins, share.cpu().numpy(), n_bins)
+        return {
+            "n_windows": n,
+            "min": lowest if n else None,
+            "max": highest if n else None,
+            "mean": total / n if n else None,
+            "effective_sample_size": 1.0 / squares if squares else 0.0,
+            "mass_by_age": by_age.tolist(),
+        }
+
+
+def _ranges(first: Array, stop: Array) -> tuple[Array, Array]:
+    """All positions from first to stop, range after range, and the range that each is of."""
+    n = np.maximum(stop - first, 0)
+    owner = np.repeat(np.arange(len(n)), n)
+    before = np.cumsum(n) - n
+    return owner, np.arange(len(owner)) - before[owner] + first[owner]
+
+
+def _checked(index: torch.Tensor, priority: torch.Tensor) -> tuple[Array, Array]:
+    if index.dim() != 2 or index.shape[1] != 3 or index.dtype != torch.int64:
+        raise DataError(
+            f"index: expected int64 of shape (batch, 3), got {index.dtype} of shape {tuple(index.shape)}"
+        )
+    if priority.dim() not in (1, 2) or len(priority) != len(index):
+        raise DataError(
+            f"priority: expected shape ({len(index)},) or ({len(index)}, length), got {tuple(priority.shape)}"
+        )
+    if not priority.is_floating_point():
+        raise DataError(f"priority: expected floating point, got {priority.dtype}")
+    values = priority.detach().to(torch.float32).cpu().numpy()
+    bad = ~np.isfinite(values) | (values < 0)
+    if bad.any():
+        where = tuple(int(i[0]) for i in np.nonzero(bad))
+        raise DataError(f"priority {list(where)}: expected a finite number of at least 0, got {values[where]}")
+    return index.cpu().numpy(), values
+
+
+def _spread(handles: Array, values: Array, windows: Windows | None) -> tuple[Array, Array]:
+    """Handles of every learning step, for priorities of shape [batch, length]."""
+    length, stride = (windows.length, windows.stride) if windows is not None else (values.shape[1], 1)
+    if values.shape[1] != length:
+        raise DataError(f"priority: expected shape ({len(values)}, {length}), got {values.shape}")
+    steps = np.repeat(handles, length, axis=0)
+    steps[:, 2] += np.tile(np.arange(length) * stride, len(handles))
+    return steps, values.ravel()
+
+
+def _largest(address: Array, values: Array) -> tuple[Array, Array]:
+    """Each address once, with the largest of its values."""
+    order = np.lexsort((values, address))
+    address, values = address[order], values[order]
+    last = np.append(np.diff(address) != 0, True)[: len(address)]
+    return address[last], values[last]
+
+
+class PrioritisedDraws:
+    """Batches of prioritised windows, one after the other, from a generator of their own."""
+
+    def __init__(
+        self, sampler: PrioritySampler, batch_size: int, windows: Windows, among: Among, rng: Counter
+    ) -> None:
+        check_size("batch_size", batch_size)
+        self._sampler = sampler
+        self._batch_size, self._windows, self._among = batch_size, windows, among
+        self._rng = rng
+
+    def draw(self) -> tuple[Kind, Draw] | None:
+        return self._sampler.draw(self._batch_size, self._windows, self._among, self._rng)
+
+    @property
+    def kind(self) -> Kind:
+        return self._sampler.kind(self._windows, self._among.where)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self._rng.state_dict(), "priorities": self._sampler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._rng.load_state_dict(state["rng"])
+        self._sampler.load_state_dict(state["priorities"])
+
+    def stats(self) -> dict[str, Any]:
+        return {}

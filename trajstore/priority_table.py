@@ -1,0 +1,219 @@
+"""Raw priorities, one a row of every stream, and where each row belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from trajstore.growing import Growing
+from trajstore.index import HAS_FINAL, EpisodeIndex
+from trajstore.schema import Array
+from trajstore.snapshot import Snapshot
+
+_MIN_ROOM = 1024
+_MAX_CHANGED = 1 << 20
+
+
+class PriorityTable:
+    """A float32 for every row, at an address: rows of all sources, counted through.
+
+    Every source has a range with room to grow; one that outgrows it moves to the end. Values are raw priorities as
+    they were given; rows that got none have the initial one.
+
+    Attributes:
+        values: By address.
+        size: Addresses in use, unused room included.
+        largest: The largest priority so far.
+        layout: Changes when ranges moved.
+    """
+
+    def __init__(self, index: EpisodeIndex, initial: float | None) -> None:
+        self._index = index
+        self._initial = initial  # None: the largest so far
+        self._device = index.device
+        self.values = torch.zeros(0, dtype=torch.float32, device=self._device)
+        self.size = self.layout = 0
+        self.largest = 1.0 if initial is None else initial
+        self._base = np.empty(0, np.int64)  # by source
+        self._room = np.empty(0, np.int64)
+        self.n_rows = np.empty(0, np.int64)
+        self._span_rows: dict[int, Growing] = {}  # by source: first rows of its spans, which rise
+        self._parts: Sequence[Array] = ()  # by source: its spans
+        self._streams = np.empty(0, np.int64)  # by source: the number of the stream that handles name
+        self._changed: list[Array] = []  # addresses whose value was set
+        self._n_changed = 0
+        self._dirty: list[tuple[int, Array]] = []  # sources and rows whose value was set
+
+    def follow(self, snapshot: Snapshot) -> None:
+        """Make room for the rows of a newer snapshot; new ones get the initial priority."""
+        number = self._index.numbers
+        names = [record.id for record in snapshot.streams]
+        rows = np.zeros(len(number) + 1, np.int64)
+        rows[[number[name] + 1 for name in names]] = [record.rows for record in snapshot.streams]
+        self._grow(rows)
+        parts: list[Array] = [np.empty((0, 9), np.int64)] * len(rows)
+        streams = np.full(len(rows), -1)
+        logical = snapshot.names
+        for name, part in zip(names, snapshot.parts(), strict=True):
+            source = number[name] + 1
+            parts[source], streams[source] = part.spans.ints, number[logical[part.stream]]
+            known = self._span_rows.setdefault(source, Growing(np.int64, torch.device("cpu")))
+            known.rewrite(known.n, part.spans.ints[known.n :, 3])
+        self._parts, self._streams = parts, streams
+
+    def _grow(self, rows: Array) -> None:
+        more = len(rows) - len(self._base)
+        if more:
+            self._base = np.append(self._base, np.full(more, self.size))
+            self._room, self.n_rows = (
+                np.append(self._room, np.zeros(more, int)),
+                np.append(self.n_rows, np.zeros(more, int)),
+            )
+        for source in np.flatnonzero(rows > self._room):
+            self._make_room(int(source), int(rows[source]))
+        for source in np.flatnonzero(rows > self.n_rows):
+            start, stop = self._base[source] + self.n_rows[source], self._base[source] + rows[source]
+            self.values[start:stop] = self.largest if self._initial is None else self._initial
+            self._dirty.append((int(source), np.arange(self.n_rows[source], rows[source])))
+            self.n_rows[source] = rows[source]
+
+    def _make_room(self, source: int, n: int) -> None:
+        room, base, old = max(n + n // 4, _MIN_ROOM), int(self._base[source]), int(self._room[source])
+        if base + old == self.size:
+            self._extend(base + room)
+        else:
+            start = self.size
+            self._extend(start + room)
+            n_old = int(self.n_rows[source])
+            self.values[start : start + n_old] = self.values[base : base + n_old]
+            self._settle_changes()
+            self._base[source] = start
+            self.layout += 1
+        self._room[source] = room
+
+    def _extend(self, size: int) -> None:
+        if size > len(self.values):
+            grown = torch.zeros(size + size // 8, dtype=torch.float32, device=self._device)
+            grown[: self.size] = self.values[: self.size]
+            self.values = grown
+        self.size = size
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + sum(known.nbytes for known in self._span_rows.values())
+
+    def addresses(self, entry: Array, position: Array) -> Array:
+        """Addresses of steps at positions of index entries, elementwise."""
+        index = self._index
+        logical = index.logical.host[entry] + position
+        span = entry if index.is_simple else np.searchsorted(index.span_logical.host, logical, side="right") - 1
+        row = index.span_row.host[span] + (logical - index.span_logical.host[span])
+        found: Array = self._base[index.span_source.host[span]] + row
+        return found
+
+    def range_of(self, source: int, start: int, stop: int) -> tuple[int, int]:
+        """Addresses of a source's rows."""
+        base = int(self._base[source])
+        return base + start, base + stop
+
+    def addresses_of(self, handles: Array) -> Array:
+        """Addresses of steps by handle; -1 for those that were evicted, -2 past the end, -3 for unknown ones."""
+        index = self._index
+        known = (handles[:, 0] >= 0) & (handles[:, 0] < len(index.numbers))
+        address = np.full(len(handles), -3)
+        for stream in _distinct(handles[:, 0]):
+            table = index.table_of(stream) if 0 <= stream < len(index.numbers) else None
+            if table is not None and index.kernels is not None:
+                facts = index.logical.host, index.flags.host, index.t_base.host
+                spans = index.span_logical.host, index.span_row.host, index.span_source.host, index.is_simple
+                newest = int(index.newest[stream])
+                index.kernels.addresses_of(handles, stream, table, newest, *facts, *spans, self._base, address)
+                known &= handles[:, 0] != stream
+        if known.any():
+            address[known] = self._look_up(handles[known])
+        return address
+
+    def _look_up(self, handles: Array) -> Array:
+        index = self._index
+        stream, episode, t = handles.T
+        entry = index.find(stream, episode)
+        here = entry >= 0
+        address = np.where((episode < 0) | (episode > index.newest[stream]) | (t < 0), -3, -1)
+        if here.any():
+            e, position = entry[here], t[here] - index.t_base.host[entry[here]]
+            n = index.logical.host[e + 1] - index.logical.host[e] - (index.flags.host[e] & HAS_FINAL)
+            found = self.addresses(e, position.clip(0, n - 1))
+            found = np.where(position < 0, -1, np.where(position >= n, -2, found))
+            address[here] = np.where(t[here] < 0, -3, found)
+        return address
+
+    def steps(self, address: Array) -> tuple[Array, Array]:
+        """Index entries and positions of the steps at addresses; these must be of steps in the index."""
+        entry, position = np.full(len(address), -1), np.empty(len(address), np.int64)
+        for source in np.flatnonzero(self.n_rows).tolist():
+            stream = int(self._streams[source])
+            low = int(self._base[source])
+            span_rows, spans = self._span_rows[source].host, self._parts[source]
+            table = self._index.table_of(stream)
+            if self._index.kernels is not None and table is not None:
+                bounds = low, low + int(self.n_rows[source])
+                facts = span_rows, spans, table, self._index.t_base.host
+                self._index.kernels.steps_at(address, *bounds, *facts, entry, position)
+                continue
+            chosen = (address >= low) & (address < low + self.n_rows[source])
+            row = address[chosen] - low
+            span = np.searchsorted(span_rows, row, side="right") - 1
+            found = self._index.find(np.full(len(row), stream), spans[span, 0])
+            entry[chosen] = found
+            position[chosen] = spans[span, 2] + row - spans[span, 3] - self._index.t_base.host[found]
+        return entry, position
+
+    def set(self, address: Array, values: Array) -> None:
+        """Overwrite priorities; of several at one address the last counts. The caller has checked them."""
+        if self._device.type == "cpu":
+            self.values.numpy()[address] = values
+        else:
+            self.values[torch.from_numpy(address).to(self._device)] = torch.from_numpy(values).to(self._device)
+        self._changed.append(address)
+        self._n_changed += len(address)
+        if self._n_changed > _MAX_CHANGED:  # nobody saves them, or seldom: each row counts once
+            self._dirty = list(self.take_changes().items())
+        if len(values):
+            self.largest = max(self.largest, float(values.max()))
+
+    def _settle_changes(self) -> None:
+        """Turn changed addresses into rows, before ranges move or when asked for."""
+        address = np.unique(np.concatenate(self._changed)) if self._changed else np.empty(0, np.int64)
+        self._changed, self._n_changed = [], 0
+        for source in np.flatnonzero(self.n_rows) if len(address) else ():
+            low = int(self._base[source])
+            chosen = address[np.searchsorted(address, low) : np.searchsorted(address, low + self.n_rows[source])]
+            if len(chosen):
+                self._dirty.append((int(source), chosen - low))
+
+    def load(self, rows: Mapping[int, tuple[int, Array]]) -> None:
+        """Take over stored values: by source, the first row and the values from there on."""
+        for source, (first, values) in rows.items():
+            start = int(self._base[source]) + first
+            self.values[start : start + len(values)] = torch.from_numpy(values).to(self._device)
+            if len(values):
+                self.largest = max(self.largest, float(values.max()))
+
+    def take_changes(self) -> dict[int, Array]:
+        """Rows whose value was set since this was last asked, by source, each once and in order."""
+        self._settle_changes()
+        changed: dict[int, list[Array]] = {}
+        for source, rows in self._dirty:
+            changed.setdefault(source, []).append(rows)
+        self._dirty = []
+        return {source: np.unique(np.concatenate(rows)) for source, rows in changed.items()}
+
+
+def _distinct(values: Array) -> list[int]:
+    """Each value once; mostly there is but one."""
+    if not len(values):
+        return []
+    first = values[0]
+    return [int(first)] if (values == first).all() else [int(v) for v in np.unique(values)]
