@@ -27,7 +27,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("trajstore", "numpy", "zarr", "numcodecs", "torch", "torchrl", "tensordict", "gymnasium", "ale-py")
+PACKAGES = (
+    "trajstore", "numpy", "zarr", "numcodecs", "numba", "torch", "torchrl", "tensordict", "tensorstore", "s3fs", "cpprb",
+    "gymnasium", "ale-py",
+)  # fmt: skip
 LARGE_BYTES = 4 << 20
 
 

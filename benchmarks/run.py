@@ -10,7 +10,7 @@ from pathlib import Path
 
 from _harness import arguments
 
-BENCHMARKS = ("append", "commit", "open", "frames", "memory")
+BENCHMARKS = ("append", "commit", "open", "frames", "memory", "windows", "misses", "priorities")
 
 
 def main() -> None:

@@ -23,6 +23,19 @@ EXPECTED = {
     "open": ["2,000 x 10 steps, cold: all", "2,000 x 10 steps, warm: open", "2,000 x 10 steps: refresh"],
     "frames": ["84x84x4 Breakout", "84x84 noise", "all games, 84x84 zstd:1 x 8"],
     "memory": ["frame episodes", "frame steps", "64 environments", "narrow rows"],
+    "windows": [
+        "state, ours, 1 thread",
+        "append between, ours, seen only, 20,000 steps, 1 thread",
+        "pixels, ours, out=, 1 thread",
+        "draw, 1,000 episodes of 1,000 steps",
+        "64 open environments, 4 spans each: index",
+    ],
+    "misses": ["windows, ours, 1 thread", "windows, zarr", "state transitions, RLinf's path"],
+    "priorities": [
+        "compiled, 10,000 leaves",
+        "compiled, 100,000 leaves",
+        "tensor operations, 10,000 leaves, torch threads 1",
+    ],
 }
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 

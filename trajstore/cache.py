@@ -60,6 +60,9 @@ class HostTier:
                 self._chunks.move_to_end(key)
             return data
 
+    def __contains__(self, key: tuple[str, str, int]) -> bool:
+        return key in self._chunks
+
     def put(self, key: tuple[str, str, int], data: memoryview) -> None:
         """Keep a copy."""
         if len(data) > self.budget:
@@ -357,6 +360,26 @@ class Column:
             copy(self._bytes, *layout, sources[start:stop], rows[start:stop], bases, mine)
 
         list(run(part, range(n_parts)))
+
+    @property
+    def n_empty(self) -> int:
+        """Slots that hold nothing."""
+        return self.n_slots - self.n_resident
+
+    def slots(self, pages: Array) -> Array:
+        """By page: the slot that holds it, or -1."""
+        slots: Array = self._table.host[pages]
+        return slots
+
+    def block(self, n_pages: int) -> Array:
+        """Host memory for some pages."""
+        return np.empty((n_pages, self.page_rows, *self.row_shape), self._storage_dtype)
+
+    def scatter(self, rows: Array, position: Array, out: Array, data: Array | None = None) -> None:
+        """Copy rows of the arena, or of a block of pages, to positions of flat bytes."""
+        assert self._kernels is not None
+        origin = self._bytes if data is None else data.reshape(-1).view(np.uint8)
+        self._kernels.scatter_rows(origin, self._row_bytes, rows, position, out)
 
     def write_live(self, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Overwrite live rows; values are on the device."""

@@ -263,3 +263,16 @@ def steps_at(
         e = entries[spans[span, 0]]
         entry[i] = e
         position[i] = spans[span, 2] + row - spans[span, 3] - t_base[e]
+
+
+@_compiled
+def scatter_rows(data: Array, row_bytes: int, row: Array, position: Array, out: Array) -> None:
+    """Copy rows of flat bytes to positions of others, those that go one after the other as one."""
+    n = len(row)
+    i = 0
+    while i < n:
+        k = i + 1
+        while k < n and row[k] - row[i] == k - i and position[k] - position[i] == k - i:
+            k += 1
+        _copy_bytes(out, position[i] * row_bytes, data, row[i] * row_bytes, (k - i) * row_bytes)
+        i = k

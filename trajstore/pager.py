@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 
 from trajstore.cache import UNSIGNED, CacheStats, Column, HostTier
+from trajstore.errors import StorageError
 from trajstore.schema import Array, Schema
 from trajstore.snapshot import selected_paths
 from trajstore.storage import Storage
 from trajstore.stream import StreamReader
 
+_N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_WAVE_CHUNKS = 256
 _MIN_SLOTS = 2
+_RENEWED = 8  # one slot in so many gets a new page when a batch needs more than there are
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,8 @@ class ChunkCache:
         self._readers: list[StreamReader | None] = []
         self._columns: dict[str, Column] = {}
         self._tick = 0
-        self._buffers: list[bytearray] = []  # what encoded chunks are read into, one for each thread at work
+        self._buffers: list[_Buffers] = []  # one for each thread at work
+        self._ahead: dict[tuple[str, str, int], memoryview] = {}  # chunks fetched in one wave, to be decoded
 
     def set_sources(self, readers: Sequence[StreamReader | None]) -> None:
         """Take over the newest readers, by stream number; pages whose rows changed are dropped."""
@@ -176,13 +183,12 @@ class ChunkCache:
         self._tick += 1
         parted = self._make_resident(wanted)
         planned = time.perf_counter()
-        results = {}
+        results: dict[str, torch.Tensor] = {}
+        for path in parted:
+            results |= self._gather_in_parts(self._columns[path], _of_column(wanted, path), outs)
         for key, w in wanted.items():
-            column, out = self._columns[w.path], outs.get(key)
-            if w.path in parted:
-                results[key] = self._gather_in_parts(column, w, out)
-            else:
-                results[key] = column.gather(w.source, w.row, out, self._storage.map)
+            if w.path not in parted:
+                results[key] = self._columns[w.path].gather(w.source, w.row, outs.get(key), self._storage.map)
         self.stats.seconds["gather"] += time.perf_counter() - planned
         self.stats.seconds["plan"] += planned - start
         return results
@@ -213,25 +219,95 @@ class ChunkCache:
         if load:
             self._load(load)
 
-    def _gather_in_parts(self, column: Column, w: Wanted, out: torch.Tensor | None) -> torch.Tensor:
-        """Assemble a batch that needs more pages than there are slots, some pages at a time."""
+    def _gather_in_parts(
+        self, column: Column, wanted: Mapping[str, Wanted], outs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Assemble a batch that needs more pages than there are slots.
+
+        Some of the missing pages take the place of those used longest ago; the others pass through.
+        """
         self.stats.n_parts += 1
-        address = column.addresses(w.source, w.row).reshape(-1)
-        page_of = address.cpu().numpy() // column.page_rows
+        source = torch.cat([w.source.expand(w.row.shape).reshape(-1) for w in wanted.values()])
+        row = torch.cat([w.row.reshape(-1) for w in wanted.values()])
+        address = column.addresses(source, row).cpu().numpy()
+        pages = address // column.page_rows
+        flat = torch.empty((len(address), *column.row_shape), dtype=column.dtype, device=self._device)
+        if self._kernels is not None:
+            self._pass_through(column, address, pages, flat)
+        else:
+            self._in_turns(column, source, row, pages, flat)
+        results, start = {}, 0
+        for key, w in wanted.items():
+            values = flat[start : start + w.row.numel()].view(*w.row.shape, *column.row_shape)
+            start += w.row.numel()
+            results[key] = outs[key].copy_(values) if key in outs else values
+        return results
+
+    def _in_turns(
+        self, column: Column, source: torch.Tensor, row: torch.Tensor, page_of: Array, flat: torch.Tensor
+    ) -> None:
+        """Some pages at a time, resident ones first."""
         pages = np.unique(page_of)
-        source, row = w.source.expand(w.row.shape).reshape(-1), w.row.reshape(-1)
-        shape, flat = (*w.row.shape, *column.row_shape), None if out is None else out.view(-1, *column.row_shape)
+        missing = column.missing(pages)
+        pages = np.concatenate([np.setdiff1d(pages, missing), missing])
         for first in range(0, len(pages), column.n_free):
             part = pages[first : first + column.n_free]
             self._tick += 1
             self._touch_and_load([(column, part)])
             chosen = torch.from_numpy(np.flatnonzero(np.isin(page_of, part))).to(self._device)
-            values = column.gather(source[chosen], row[chosen], None)
-            if flat is None:
-                flat = values.new_empty((len(address), *column.row_shape))
-            _index_copy(flat, chosen, values)
-        assert flat is not None
-        return flat.view(shape)
+            _index_copy(flat, chosen, column.gather(source[chosen], row[chosen], None))
+
+    def _pass_through(self, column: Column, address: Array, page_of: Array, flat: torch.Tensor) -> None:
+        """Load as many missing pages as is good for the cache; decode the others only for the rows asked for."""
+        pages = np.unique(page_of)
+        missing = column.missing(pages)
+        self.stats.hits += len(pages) - len(missing)
+        column.touch(pages, self._tick)
+        kept = missing[: max(column.n_empty, column.n_free // _RENEWED)]
+        if len(kept):
+            self._load([(column, kept)])
+        out, slots = flat.view(torch.uint8).numpy().reshape(-1), column.slots(page_of)
+        here = np.flatnonzero(slots >= 0)
+        column.scatter(slots[here] * column.page_rows + address[here] % column.page_rows, here, out)
+        if len(kept) < len(missing):
+            absent = np.flatnonzero(slots < 0)
+            order = absent[np.argsort(page_of[absent], kind="stable")]
+            self._decode_for(column, missing[len(kept) :], address, page_of, order, out)
+
+    def _decode_for(
+        self, column: Column, missing: Array, address: Array, page_of: Array, order: Array, out: Array
+    ) -> None:
+        """Decode absent pages, one chunk after the other in a block that stays in the processor's cache."""
+        start = time.perf_counter()
+        self.stats.misses += len(missing)
+        source, page = column.locate(missing)
+        cuts = np.append(np.searchsorted(page_of[order], missing), len(order))
+        jobs: dict[tuple[int, int], list[int]] = {}
+        sizes = [self._pages_per_chunk(column, s) for s in range(len(self._readers))]
+        for i, (s, p) in enumerate(zip(source.tolist(), page.tolist(), strict=True)):
+            jobs.setdefault((s, p // sizes[s]), []).append(i)
+
+        def do(chunk: tuple[int, int], buffers: _Buffers) -> None:
+            reader, n = self._reader(chunk[0]), sizes[chunk[0]]
+            block = buffers.block(column, n)
+            self._fetch(reader, column.path, chunk[1], buffers.encoded, block)
+            for i in jobs[chunk]:
+                rows = order[cuts[i] : cuts[i + 1]]
+                within = address[rows] - (int(missing[i]) - int(page[i]) % n) * column.page_rows
+                column.scatter(within, rows, out, block)
+            self.stats.bytes_decoded += block.nbytes
+
+        self._spread(do, list(jobs), lambda chunk: (self._reader(chunk[0]), column.path, chunk[1]))
+        self.stats.seconds["load"] += time.perf_counter() - start
+
+    def _reader(self, source: int) -> StreamReader:
+        reader = self._readers[source]
+        assert reader is not None  # its rows are in the index
+        return reader
+
+    def _pages_per_chunk(self, column: Column, source: int) -> int:
+        reader = self._readers[source]
+        return reader.record.layouts[f"steps/{column.path}"].chunk_rows // column.page_rows if reader else 1
 
     def _load(self, load: Sequence[tuple[Column, Array]]) -> None:
         """Fetch, decode and place absent pages of several columns in one wave."""
@@ -243,33 +319,96 @@ class ChunkCache:
             self.stats.evictions += n_evicted
             claims.append(_Claim(column, pages, slots))
         jobs = [job for claim in claims for job in claim.jobs(self._readers)]
-        n_parts = min(len(jobs), self._storage.n_threads)
-        # One task a thread: a chunk takes some fifty microseconds, a future costs as much.
-        self._storage.map(lambda k: self._do_all(jobs[k::n_parts]), range(n_parts))
+        self._spread(self._do, jobs, lambda job: (job.reader, job.path, job.chunk))
         for claim in claims:
             claim.settle(self._tick)
         self.stats.seconds["load"] += time.perf_counter() - start
 
-    def _do_all(self, jobs: Sequence[_Job]) -> None:
-        buffer = self._buffers.pop() if self._buffers else bytearray()
-        for job in jobs:
-            self._do(job, buffer)
-        self._buffers.append(buffer)
+    def _spread(
+        self,
+        do: Callable[[Any, _Buffers], None],
+        jobs: Sequence[Any],
+        chunk_of: Callable[[Any], tuple[StreamReader, str, int]],
+    ) -> None:
+        """Do all jobs; over a network, as many chunks as memory allows are fetched in one wave first."""
+        if not self._storage.is_remote:
+            self._do_all(do, jobs)
+            return
+        for start in range(0, len(jobs), _WAVE_CHUNKS):
+            wave = jobs[start : start + _WAVE_CHUNKS]
+            self._fetch_ahead([chunk_of(job) for job in wave])
+            try:
+                self._do_all(do, wave)
+            finally:
+                self._ahead.clear()
 
-    def _do(self, job: _Job, buffer: bytearray) -> None:
+    def _fetch_ahead(self, chunks: Sequence[tuple[StreamReader, str, int]]) -> None:
+        keys = {}
+        for reader, path, chunk in chunks:
+            name = (reader.record.id, path, chunk)
+            if not (self.tier.budget and name in self.tier) and (key := reader.chunk_key(f"steps/{path}", chunk)):
+                keys[name] = key
+        try:
+            found = self._storage.get_many(list(keys.values()))
+        except (OSError, StorageError):
+            return  # the one that fails is asked for again, on its own, and then it is known which it was
+        self._ahead.update(zip(keys, (memoryview(data) for data in found), strict=True))
+
+    def _do_all(self, do: Callable[[Any, _Buffers], None], jobs: Sequence[Any]) -> None:
+        """Do jobs in one task a processor: a future costs as much as decoding a chunk."""
+        n_parts = min(len(jobs), _N_CPUS)
+
+        def part(k: int) -> None:
+            buffers = self._buffers.pop() if self._buffers else _Buffers()
+            for job in jobs[k::n_parts]:
+                do(job, buffers)
+            self._buffers.append(buffers)
+
+        self._storage.map(part, range(n_parts))
+
+    def _do(self, job: _Job, buffers: _Buffers) -> None:
         """Fetch one chunk and decode it to where its pages belong."""
-        record = job.reader.record
-        key = (record.id, job.path, job.chunk)
-        kept = self.tier.get(key)
+        first = job.targets[0][1]
+        if job.pages_per_chunk == 1:
+            self._fetch(job.reader, job.path, job.chunk, buffers.encoded, first)
+        else:
+            block = np.empty((job.pages_per_chunk, *first.shape), first.dtype)
+            self._fetch(job.reader, job.path, job.chunk, buffers.encoded, block)
+            for part, view in job.targets:
+                view[...] = block[part]
+        self.stats.bytes_decoded += job.pages_per_chunk * int(first.nbytes)
+
+    def _fetch(self, reader: StreamReader, path: str, chunk: int, encoded: bytearray, out: Array) -> None:
+        """Decode a chunk, from the host tier or from storage."""
+        key, array = (reader.record.id, path, chunk), f"steps/{path}"
+        kept = self.tier.get(key) if self.tier.budget else None
         if kept is not None:
             self.stats.host_hits += 1
-            job.decode(kept)
-        else:
-            data = job.reader.chunk(f"steps/{job.path}", job.chunk, buffer)
-            self.stats.bytes_read += len(data)
+            reader.decode_chunk(array, chunk, kept, out)
+            return
+        data = self._ahead.pop(key, None) or reader.chunk(array, chunk, encoded)
+        self.stats.bytes_read += len(data)
+        if self.tier.budget:
             self.tier.put(key, data)
-            job.decode(data)
-        self.stats.bytes_decoded += job.nbytes
+        reader.decode_chunk(array, chunk, data, out)
+
+
+class _Buffers:
+    """What a thread reads encoded chunks into, and decodes chunks into of which it needs but some rows."""
+
+    def __init__(self) -> None:
+        self.encoded = bytearray()
+        self._blocks: dict[tuple[str, int], Array] = {}
+
+    def block(self, column: Column, n_pages: int) -> Array:
+        block = self._blocks.get((column.path, n_pages))
+        if block is None or block.shape[1] != column.page_rows:
+            block = self._blocks[column.path, n_pages] = column.block(n_pages)
+        return block
+
+
+def _of_column(wanted: Mapping[str, Wanted], path: str) -> dict[str, Wanted]:
+    return {key: w for key, w in wanted.items() if w.path == path}
 
 
 def _joined(parts: Sequence[Array]) -> Array:
@@ -327,17 +466,3 @@ class _Job:
     chunk: int
     pages_per_chunk: int
     targets: list[tuple[int, Array]]
-
-    @property
-    def nbytes(self) -> int:
-        return self.pages_per_chunk * int(self.targets[0][1].nbytes)
-
-    def decode(self, data: bytes | memoryview) -> None:
-        first = self.targets[0][1]
-        if self.pages_per_chunk == 1:
-            self.reader.decode_chunk(f"steps/{self.path}", self.chunk, data, first)
-            return
-        block = np.empty((self.pages_per_chunk, *first.shape), first.dtype)
-        self.reader.decode_chunk(f"steps/{self.path}", self.chunk, data, block)
-        for part, view in self.targets:
-            view[...] = block[part]

@@ -83,6 +83,13 @@ class StreamReader:
                 return self._storage.get_into(f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}", buffer)
             return memoryview(self._chunk_bytes(path, layout, index))
 
+    def chunk_key(self, path: str, index: int) -> str | None:
+        """The object that is one chunk; None where chunks are parts of shards."""
+        layout = self.record.layouts[path]
+        if layout.shard_rows is not None:
+            return None
+        return f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+
     def decode_chunk(self, path: str, index: int, data: bytes | memoryview, out: Array) -> None:
         """Decode what `chunk` gave into a contiguous block of a chunk's size."""
         layout = self.record.layouts[path]

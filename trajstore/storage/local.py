@@ -48,8 +48,9 @@ class LocalStorage(Storage):
             return _read_all(file)
 
     def get_into(self, key: str, buffer: bytearray) -> memoryview:
+        check_key(key)
         with self._translated("read", key):
-            descriptor = os.open(self._path(key), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            descriptor = os.open(f"{self.display}/{key}", os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             try:
                 size = os.fstat(descriptor).st_size
                 if size > len(buffer):

@@ -20,6 +20,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _N_THREADS = 32
+_N_CONNECTIONS = 256
 _ATTEMPTS = 5
 _SECRET_OPTION = re.compile(r"key|secret|token|pass|credential|connection|sas|auth", re.IGNORECASE)
 _EXTRAS = {
@@ -73,7 +74,10 @@ class FsspecStorage(Storage):
 
     def _connect(self) -> tuple[Any, str]:
         try:
-            filesystem, path = fsspec.core.url_to_fs(self._url, **{"use_listings_cache": False, **self._options})
+            defaults: dict[str, Any] = {"use_listings_cache": False}
+            if self._url.startswith(("s3:", "s3a:")):  # by default a wave would go ten by ten
+                defaults["config_kwargs"] = {"max_pool_connections": _N_CONNECTIONS}
+            filesystem, path = fsspec.core.url_to_fs(self._url, **(defaults | self._options))
         except ImportError as error:
             extra = _EXTRAS.get(self._url.partition(":")[0])
             hint = f"pip install 'trajstore[{extra}]'" if extra else str(error)
@@ -102,7 +106,9 @@ class FsspecStorage(Storage):
             return super().get_many(keys)
         paths = [self._path(key) for key in keys]
         nothing = [None] * len(paths)
-        found = self._fs.cat_ranges(paths, nothing, nothing, on_error="return", **self._whole())
+        found = self._fs.cat_ranges(
+            paths, nothing, nothing, batch_size=_N_CONNECTIONS, on_error="return", **self._whole()
+        )
         # One wave for all; whatever failed is asked again, with patience and a proper error.
         return [d if isinstance(d, bytes) else self.get(k) for k, d in zip(keys, found, strict=True)]
 
