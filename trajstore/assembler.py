@@ -14,16 +14,21 @@ from trajstore.cpu import kernels_for
 from trajstore.episodes import EpisodeTable
 from trajstore.errors import CorruptionError, DataError, EpisodeNotFoundError
 from trajstore.index import EpisodeIndex
+from trajstore.live import Change, LiveEpisodes, Taken
 from trajstore.outputs import check_outputs
 from trajstore.pager import ChunkCache
 from trajstore.plan import WHOLE, Plan, Planner
+from trajstore.record import CommitRecord
 from trajstore.schema import Array, Schema
 from trajstore.snapshot import Snapshot
+from trajstore.staging import Staging
 from trajstore.starts import Draw, Starts
 from trajstore.stream import ChunkError, MissingChunkError
 from trajstore.windows import Windows
+from trajstore.writer import Writer
 
 _MAX_KINDS = 64  # whose sums are kept
+_SPARE_ROWS = 1 << 14  # live rows beyond what a writer buffers: pages of environments are not always full
 _SHOWN = 5
 
 Where = Callable[[EpisodeTable], Array]
@@ -55,7 +60,7 @@ class Assembler:
         budget: int,
         host_budget: int,
         *,
-        live_rows: int = 0,
+        writer: Writer | None = None,
         compiled: bool = True,
     ) -> None:
         self.lock = threading.RLock()
@@ -63,9 +68,15 @@ class Assembler:
         self.kernels = kernels_for(device, compiled)
         self.index = EpisodeIndex(device, self.kernels)
         self.budget, self.host_budget = budget, host_budget
-        self._live_rows = live_rows
+        self._known_rows = 0  # of the writer that is followed, as the cache knows them
         self._cache: ChunkCache | None = None
         self._kinds: dict[tuple[Windows, Where | None], Kind] = {}
+        self._writer = writer
+        self._live: LiveEpisodes | None = None
+        if writer is not None:
+            self._live = LiveEpisodes(self.index.number_of(writer.stream))
+            writer.follow(self._live)
+            self.index.followed = writer.stream
         self.follow(snapshot)
 
     def follow(self, snapshot: Snapshot) -> None:
@@ -73,30 +84,90 @@ class Assembler:
         self.snapshot = snapshot
         if snapshot.schema is None:
             return
-        if self._cache is None:
-            self._cache = ChunkCache(
-                snapshot.schema,
-                self.device,
-                self.budget,
-                self.host_budget,
-                snapshot.storage,
-                live_rows=self._live_rows,
-                kernels=self.kernels,
-            )
+        if self._writer is None:
+            self._make_cache(snapshot.schema, 0)
         self.index.update(snapshot)
-        readers = {reader.record.id: reader for reader in snapshot.readers}
-        self._cache.set_sources([readers.get(name) for name in self.index.numbers])
+        if self._cache is not None:
+            self._set_sources()
+
+    def _make_cache(self, schema: Schema, live_rows: int) -> None:
+        if self._cache is None:
+            budgets = self.budget, self.host_budget
+            self._cache = ChunkCache(
+                schema, self.device, *budgets, self.snapshot.storage, live_rows=live_rows, kernels=self.kernels
+            )
+            self._set_sources()
+
+    def _set_sources(self, written: int = -1) -> None:
+        assert self._cache is not None
+        readers = {reader.record.id: reader for reader in self.snapshot.readers}
+        self._cache.set_sources([readers.get(name) for name in self.index.numbers], written)
+
+    @property
+    def live_epoch(self) -> int:
+        """Changes when rows that plans refer to may have been given back."""
+        return self._live.epoch if self._live is not None else 0
+
+    def publish(self) -> None:
+        """Show what the writer that is followed has appended since; costs what is new and what is open."""
+        if self._live is None or self._writer is None:
+            return
+        with self._writer.staged() as staging:
+            if self._cache is None and not self._make_live_cache(staging):
+                return
+            changes = self._live.take(staging)
+            self._advance(self._writer.record)
+            for change in changes:
+                self._apply(change)
+        episodes = self._live.episodes()
+        if episodes is not None:
+            self.index.set_live(*episodes)
+
+    def _advance(self, record: CommitRecord | None) -> None:
+        """Know the rows that the writer has committed."""
+        assert self._writer is not None
+        if record is not None and record.rows > self._known_rows:
+            self.snapshot = self.snapshot.advanced(record)
+            self._set_sources(written=self.index.numbers[self._writer.stream] + 1)
+            self._known_rows = record.rows
+
+    def _apply(self, change: Change) -> None:
+        assert self._writer is not None
+        if isinstance(change, Taken):
+            self.cache.write_live(change.rows, change.values)
+        else:
+            source = self.index.numbers[self._writer.stream] + 1
+            self.cache.move_live(source, change.live, change.rows, change.start, change.stop)
+
+    def _make_live_cache(self, staging: Staging | None) -> bool:
+        """Make the cache once it is known how many rows may be on their way to disk."""
+        assert self._writer is not None
+        assert self._live is not None
+        schema = self._writer.schema or self.snapshot.schema
+        if schema is None or (staging is None and not self._writer.is_closed):
+            return False
+        capacity = staging.capacity if staging is not None else 0
+        n_rows = 2 * capacity + max(_SPARE_ROWS, capacity // 2)
+        if n_rows * schema.row_bytes > self.budget // 2:
+            raise ValueError(
+                f"cache_bytes: {n_rows * schema.row_bytes} bytes of steps that are not committed yet take more than"
+                f" half of {self.budget}; lower the writer's buffer_bytes"
+            )
+        self._make_cache(schema, n_rows)
+        self._live.set_rows(n_rows)
+        return True
 
     @property
     def schema(self) -> Schema:
-        if self.snapshot.schema is None:
+        schema = self.snapshot.schema or (self._writer.schema if self._writer is not None else None)
+        if schema is None:
             raise DataError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")
-        return self.snapshot.schema
+        return schema
 
     @property
     def cache(self) -> ChunkCache:
-        assert self.schema is not None
-        assert self._cache is not None
+        if self._cache is None:
+            raise DataError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")
         return self._cache
 
     def kind(self, windows: Windows, where: Where | None = None) -> Kind:

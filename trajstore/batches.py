@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,17 @@ class _Ready:
 
     batch: dict[str, torch.Tensor]
     event: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A batch to be read: its windows by handle and as they were drawn, and what is known of them."""
+
+    kind: Kind
+    plan: Plan
+    windows: torch.Tensor
+    draw: Draw
+    live_epoch: int
 
 
 @dataclass(slots=True)
@@ -85,6 +96,7 @@ class Batches(Iterator[Any]):
     def _fill(self) -> None:
         while len(self._queue) <= self._prefetch and not self._is_over:
             with self._source.lock:
+                self._source.publish()
                 drawn = self._draws.draw()
                 if drawn is None:
                     self._is_over = True
@@ -97,21 +109,26 @@ class Batches(Iterator[Any]):
         plan = kind.plan(draw)
         windows = plan.known["index"].clone()
         windows[:, 2] = self._source.index.t_base.device[draw.entry] + draw.start
-        self._queue.append(_Queued(kind, windows, draw.n, self._submit(kind, plan)))
+        planned = _Planned(kind, plan, windows, draw, self._source.live_epoch)
+        self._queue.append(_Queued(kind, windows, draw.n, self._submit(planned)))
 
-    def _submit(self, kind: Kind, plan: Plan) -> Future[_Ready]:
+    def _submit(self, planned: _Planned) -> Future[_Ready]:
         if self._threads is not None:
             before = _event(self._source.device)
-            return self._threads.submit(self._assemble, kind, plan, before)
+            return self._threads.submit(self._assemble, planned, before)
         done: Future[_Ready] = Future()
         try:
-            done.set_result(self._assemble(kind, plan, None))
+            done.set_result(self._assemble(planned, None))
         except (TrajstoreError, OSError) as error:
             done.set_exception(error)
         return done
 
-    def _assemble(self, kind: Kind, plan: Plan, before: Any) -> _Ready:
+    def _assemble(self, planned: _Planned, before: Any) -> _Ready:
+        kind, plan = planned.kind, planned.plan
         with self._source.lock, _side_stream(self._source.device, before) as side:
+            if planned.live_epoch != self._source.live_epoch:  # steps have moved from live rows into the stream
+                draw = self._source.draw_at(kind, planned.windows.cpu().numpy(), planned.draw.n, is_strict=False)
+                plan = kind.plan(replace(planned.draw, entry=draw.entry, start=draw.start))
             outs = self._ring.take((kind.windows, len(plan.known["index"]))) if self._ring is not None else {}
             batch = self._source.carry_out(kind, plan, outs)
             if self._ring is not None:

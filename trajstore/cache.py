@@ -171,8 +171,11 @@ class Column:
         """Everything is resident."""
         return self.n_resident == self._n_used
 
-    def set_rows(self, n_rows: Sequence[int]) -> None:
-        """Take note of how many rows each source has; part-filled pages that grew are forgotten."""
+    def set_rows(self, n_rows: Sequence[int], written: int = -1) -> None:
+        """Take note of how many rows each source has; part-filled pages that grew are forgotten.
+
+        Not those of the source that is written here: `move_live` brings what they lack.
+        """
         for source, n in enumerate(n_rows):
             pages = -(-n // self.page_rows)
             if source == len(self._capacity):
@@ -180,7 +183,7 @@ class Column:
             elif pages > self._capacity[source]:
                 self._extend(source, pages)
             before = self._n_rows[source]
-            if before % self.page_rows and n > before:
+            if before % self.page_rows and n > before and source != written:
                 self.forget(np.array([self._first_page(source) + before // self.page_rows]))
             self._n_rows[source] = n
         self._n_used = sum(-(-n // self.page_rows) for n in self._n_rows)
@@ -381,9 +384,52 @@ class Column:
         origin = self._bytes if data is None else data.reshape(-1).view(np.uint8)
         self._kernels.scatter_rows(origin, self._row_bytes, rows, position, out)
 
-    def write_live(self, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """Overwrite live rows; values are on the device."""
-        self._arena.view(-1, *self.row_shape).index_copy_(0, rows, values.view(self._dtype))
+    def copy_live(self, old: Column, n_rows: int) -> None:
+        """Take over the live rows of a column that had pages of another size."""
+        flat, before = (column._arena.view(-1, *self.row_shape) for column in (self, old))
+        flat[:n_rows] = before[:n_rows]
+
+    def move_live(self, source: int, live: Array, rows: Array, start: int, stop: int) -> None:
+        """Copy live rows to where they are in a source now, of which the rows [start, stop) are new.
+
+        Pages that are resident and get all their new rows stay so; new pages that get all of theirs come to be, as
+        far as there are slots.
+        """
+        first, last = start // self.page_rows, -(-stop // self.page_rows)
+        pages = self._first_page(source) + np.arange(first, last)
+        covered = np.ones((last - first) * self.page_rows, bool)
+        covered[start - first * self.page_rows : stop - first * self.page_rows] = False
+        covered[rows - first * self.page_rows] = True
+        is_whole = covered.reshape(-1, self.page_rows).all(1)
+        is_here = self._table.host[pages] >= 0
+        self.forget(pages[is_here & ~is_whole])
+        is_new = np.arange(first, last) * self.page_rows >= start
+        fresh = pages[is_whole & ~is_here & is_new][: max(0, self.n_empty)]
+        if len(fresh):
+            slots, _ = self.claim(fresh)
+            self.settle(fresh, slots, 1)
+        slot = self._table.host[self._first_page(source) + rows // self.page_rows]
+        chosen = slot >= 0
+        self._copy_rows(slot[chosen] * self.page_rows + rows[chosen] % self.page_rows, live[chosen])
+
+    def _copy_rows(self, to: Array, at: Array) -> None:
+        if self._device.type == "cpu":
+            flat: Any = self._as_numpy(self._arena).reshape(-1, *self.row_shape)
+            flat[to] = flat[at]
+            return
+        target, origin = (torch.from_numpy(a).to(self._device) for a in (to, at))
+        arena = self._arena.view(-1, *self.row_shape)
+        arena.index_copy_(0, target, arena.index_select(0, origin))
+
+    def write_live(self, rows: Array, values: Array) -> None:
+        """Overwrite live rows, with values as they are stored."""
+        if self._device.type == "cpu":
+            self._as_numpy(self._arena).reshape(-1, *self.row_shape)[rows] = values
+            return
+        bits = np.ascontiguousarray(values)
+        block = torch.from_numpy(bits.view(np.int16) if self._dtype is torch.bfloat16 else bits).view(self._dtype)
+        index = torch.from_numpy(rows).to(self._device)
+        self._arena.view(-1, *self.row_shape).index_copy_(0, index, block.to(self._device))
 
     @property
     def nbytes(self) -> int:

@@ -45,6 +45,46 @@ class Rows:
     row: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """Episodes to be written into an index, and their spans, in the same order."""
+
+    stream: Array
+    episode: Array
+    env: Array
+    t_base: Array
+    n_rows: Array
+    flags: Array
+    span_rows: Array  # rows of each span, none of them empty
+    span_row: Array
+    span_source: Array
+
+    @staticmethod
+    def of(joined: JoinedSpans, chosen: Array) -> Episodes:
+        s, last = joined.columns, joined.last[chosen]
+        spans = joined.span_numbers(chosen)
+        rows = s["row_stop"][spans] - s["row_start"][spans]
+        spans, rows = spans[rows > 0], rows[rows > 0]
+        return Episodes(
+            s["stream"][last],
+            s["episode"][last],
+            s["env"][last],
+            joined.first_t[chosen],
+            joined.n_rows[chosen],
+            flags_of(s["end"][last], s["has_final"][last]),
+            rows,
+            s["row_start"][spans],
+            s["source"][spans] + 1,
+        )
+
+
+def flags_of(end: Array, has_final: Array) -> Array:
+    """What an index says of how episodes ended."""
+    flags: Array = has_final * HAS_FINAL + (end == End.TERMINATED) * TERMINATED
+    flags = flags + (end == End.TRUNCATED) * TRUNCATED + (end == End.OPEN) * OPEN
+    return flags.astype(np.uint8)
+
+
 class EpisodeIndex:
     """Joined, sampleable episodes of a snapshot; updated in place as the snapshot advances.
 
@@ -77,6 +117,9 @@ class EpisodeIndex:
         self.logical.rewrite(0, np.zeros(1, np.int64))
         self._seen: dict[str, int] = {}  # spans taken, by stream
         self._carried: dict[str, Array] | None = None  # spans of the open episodes
+        self._open: Episodes | None = None
+        self._live: tuple[Episodes | None, Episodes | None] = (None, None)  # of the writer that is followed
+        self.followed = ""  # id of its stream, whose episodes come by `set_live` and not with snapshots
         self._signature: object = None
         self._first_rows: dict[str, int] = {}  # by stream: rows below were evicted when this was last updated
         self._entries: list[Growing] = []  # by stream number: the entry of each episode, or -1
@@ -90,12 +133,10 @@ class EpisodeIndex:
         Streams keep the number they got when they were first seen.
         """
         for name in snapshot.names:
-            if name not in self.numbers:
-                self.numbers[name] = len(self.numbers)
-                self._entries.append(Growing(np.int64, _CPU))
-                self.newest = np.append(self.newest, -1)
+            self.number_of(name)
         number = np.array([self.numbers[name] for name in snapshot.names], np.int64)
         parts = dict(zip((record.id for record in snapshot.streams), snapshot.parts(), strict=True))
+        parts.pop(self.followed, None)
         self._settle(parts)
         self._evict(parts)
         fresh = [part.after(self._seen.get(name, 0)) for name, part in parts.items()]
@@ -119,7 +160,9 @@ class EpisodeIndex:
         )
         if signature != self._signature or is_lost or is_back or is_moved:
             self._signature = signature
+            own = self._closed_of(self.numbers.get(self.followed, -1))
             self._restart()
+            self._append(own)
 
     def _restart(self) -> None:
         self._seen, self._carried, self._first_rows = {}, None, {}
@@ -132,6 +175,20 @@ class EpisodeIndex:
             entries.rewrite(0, entries.host[:0])
         self.generation += 1
         self.heads = []
+
+    def _closed_of(self, stream: int) -> Episodes:
+        """The entries of a stream's episodes that ended, as they were written."""
+        entry = np.arange(self.first, self.n_closed)[self.stream.host[self.first : self.n_closed] == stream]
+        spans = np.arange(self._first_span, self._n_closed_spans)
+        ends = np.append(self.span_logical.host[spans[1:]], self.logical.host[self.n_closed])[: len(spans)]
+        owner = np.searchsorted(self.logical.host, self.span_logical.host[spans], side="right") - 1
+        mine = np.isin(owner, entry)
+        spans, n_rows = spans[mine], (ends - self.span_logical.host[spans])[mine]
+        number, episode, t_base, env = (column.host[entry].astype(np.int64) for column in self._columns())
+        rows = self.logical.host[entry + 1] - self.logical.host[entry]
+        flags = self.flags.host[entry] & ~np.uint8(HEADLESS)
+        places = self.span_row.host[spans], self.span_source.host[spans]
+        return Episodes(number, episode, env, t_base, rows, flags, n_rows, *places)
 
     @property
     def marks(self) -> Array:
@@ -249,11 +306,34 @@ class EpisodeIndex:
         end = joined.columns["end"][joined.last]
         usable = (joined.n_rows - joined.columns["has_final"][joined.last] > 0) & (end != End.ABORTED)
         is_open = end == End.OPEN
-        self._write(self.n_closed, self._n_closed_spans, joined, usable & ~is_open)
-        self.n_closed, self._n_closed_spans = self.flags.n, self.span_row.n
-        self._write(self.n_closed, self._n_closed_spans, joined, usable & is_open)
-        self.n = self.flags.n
         self._carried = joined.select(is_open)
+        self._open = Episodes.of(joined, usable & is_open)
+        self._append(Episodes.of(joined, usable & ~is_open))
+
+    def _append(self, closed: Episodes) -> None:
+        """Add episodes that ended, and write the tail anew behind them."""
+        self._forget(np.arange(self.n_closed, self.n))
+        self._write(self.n_closed, self._n_closed_spans, closed)
+        self.n_closed, self._n_closed_spans = self.flags.n, self.span_row.n
+        ended, growing = self._live
+        for episodes in (ended, self._open, growing):
+            if episodes is not None:
+                self._write(self.flags.n, self.span_row.n, episodes)
+        self.n = self.flags.n
+
+    def set_live(self, placed: Episodes, ended: Episodes, growing: Episodes) -> None:
+        """Take in episodes of the writer that is followed: placed for good, ended, and growing ones."""
+        self._live = ended, growing
+        self._append(placed)
+        self.version += 1
+
+    def number_of(self, stream: str) -> int:
+        """The number of a stream, which is given one if it has none."""
+        if stream not in self.numbers:
+            self.numbers[stream] = len(self.numbers)
+            self._entries.append(Growing(np.int64, _CPU))
+            self.newest = np.append(self.newest, -1)
+        return self.numbers[stream]
 
     def _note(self, start: int, stop: int | None = None) -> None:
         """Remember entries by stream and episode."""
@@ -285,30 +365,21 @@ class EpisodeIndex:
         self.generation += 1
         self.heads = []
 
-    def _write(self, at: int, at_span: int, joined: JoinedSpans, chosen: Array) -> None:
-        """Write the chosen episodes from entry ``at`` on, and their spans."""
-        s, last = joined.columns, joined.last[chosen]
-        n_rows = joined.n_rows[chosen]
+    def _write(self, at: int, at_span: int, new: Episodes) -> None:
+        """Write episodes from entry ``at`` on, and their spans."""
         before = int(self.logical.host[at])
-        self.logical.rewrite(at + 1, before + np.cumsum(n_rows))
+        self.logical.rewrite(at + 1, before + np.cumsum(new.n_rows))
         steps_before = int(self.step_sums.host[at - 1]) if at else self.step_base
-        self.step_sums.rewrite(at, steps_before + np.cumsum(n_rows - s["has_final"][last]))
-        end = s["end"][last]
-        flags = s["has_final"][last] * HAS_FINAL + (end == End.TERMINATED) * TERMINATED
-        flags = flags + (end == End.TRUNCATED) * TRUNCATED + (end == End.OPEN) * OPEN
-        t_base = joined.first_t[chosen]
-        self.flags.rewrite(at, (flags + (t_base > 0) * HEADLESS).astype(np.uint8))
-        self.stream.rewrite(at, s["stream"][last].astype(np.int32))
-        self.episode.rewrite(at, s["episode"][last])
-        self.t_base.rewrite(at, t_base)
-        self.env.rewrite(at, s["env"][last].astype(np.int32))
+        self.step_sums.rewrite(at, steps_before + np.cumsum(new.n_rows - (new.flags & HAS_FINAL)))
+        self.flags.rewrite(at, new.flags + ((new.t_base > 0) * HEADLESS).astype(np.uint8))
+        self.stream.rewrite(at, new.stream.astype(np.int32))
+        self.episode.rewrite(at, new.episode)
+        self.t_base.rewrite(at, new.t_base)
+        self.env.rewrite(at, new.env.astype(np.int32))
         self._note(at)
-        spans = joined.span_numbers(chosen)
-        rows = s["row_stop"][spans] - s["row_start"][spans]
-        spans, rows = spans[rows > 0], rows[rows > 0]
-        self.span_logical.rewrite(at_span, before + np.cumsum(rows) - rows)
-        self.span_row.rewrite(at_span, s["row_start"][spans])
-        self.span_source.rewrite(at_span, (s["source"][spans] + 1).astype(np.int32))
+        self.span_logical.rewrite(at_span, before + np.cumsum(new.span_rows) - new.span_rows)
+        self.span_row.rewrite(at_span, new.span_row)
+        self.span_source.rewrite(at_span, new.span_source.astype(np.int32))
 
     @property
     def is_simple(self) -> bool:

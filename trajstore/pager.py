@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from trajstore.cache import UNSIGNED, CacheStats, Column, HostTier
+from trajstore.chunks import ArrayLayout
 from trajstore.errors import StorageError
 from trajstore.schema import Array, Schema
 from trajstore.snapshot import selected_paths
@@ -22,6 +23,7 @@ from trajstore.stream import StreamReader
 
 _N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _WAVE_CHUNKS = 256
+_FEW = 4
 _MIN_SLOTS = 2
 _RENEWED = 8  # one slot in so many gets a new page when a batch needs more than there are
 
@@ -75,20 +77,30 @@ class ChunkCache:
         self._buffers: list[_Buffers] = []  # one for each thread at work
         self._ahead: dict[tuple[str, str, int], memoryview] = {}  # chunks fetched in one wave, to be decoded
 
-    def set_sources(self, readers: Sequence[StreamReader | None]) -> None:
-        """Take over the newest readers, by stream number; pages whose rows changed are dropped."""
+    def set_sources(self, readers: Sequence[StreamReader | None], written: int = -1) -> None:
+        """Take over the newest readers, by stream number; pages whose rows changed are dropped.
+
+        Not those of the source ``written``: `move_live` brings what they lack.
+        """
         readers = [None, *readers]  # source 0 is live
         self._drop_stale_tails(readers)
         self._readers = readers
         present = [reader for reader in readers if reader is not None]
+        replaced: dict[str, Column] = {}
         for path, spec in self._schema.fields.items():
-            page_rows = math.gcd(*(reader.record.layouts[f"steps/{path}"].chunk_rows for reader in present)) or 1
+            chunk_rows = [reader.record.layouts[f"steps/{path}"].chunk_rows for reader in present]
+            page_rows = math.gcd(*chunk_rows) or ArrayLayout.of(spec).chunk_rows
             column = self._columns.get(path)
             if column is None or column.page_rows != page_rows:
+                if column is not None:
+                    replaced[path] = column
                 column = Column(path, spec, page_rows, self._device, self._live_rows, self._kernels)
                 self._columns[path] = column
-            column.set_rows([self._live_rows, *(reader.record.rows if reader else 0 for reader in readers[1:])])
+            rows = [self._live_rows, *(reader.record.rows if reader else 0 for reader in readers[1:])]
+            column.set_rows(rows, written)
         self._share_budget()
+        for path, old in replaced.items():
+            self._columns[path].copy_live(old, self._live_rows)
 
     def _drop_stale_tails(self, readers: Sequence[StreamReader | None]) -> None:
         for old, new in zip(self._readers, readers, strict=False):
@@ -156,10 +168,15 @@ class ChunkCache:
         for column in self._columns.values():
             column.unpin(self._tick)
 
-    def write_live(self, rows: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite live rows of all columns; can be gathered at once, from source 0."""
+    def write_live(self, rows: Array, values: Mapping[str, Array]) -> None:
+        """Overwrite live rows; they can be gathered at once, from source 0."""
         for path, value in values.items():
             self._columns[path].write_live(rows, value)
+
+    def move_live(self, source: int, live: Array, rows: Array, start: int, stop: int) -> None:
+        """Live rows are rows of a source now: copy them to where it is read from."""
+        for column in self._columns.values():
+            column.move_live(source, live, rows, start, stop)
 
     def room(self, fields: Sequence[str] | None) -> int:
         """Rows of the chosen fields that fit the cache together."""
@@ -355,8 +372,8 @@ class ChunkCache:
         self._ahead.update(zip(keys, (memoryview(data) for data in found), strict=True))
 
     def _do_all(self, do: Callable[[Any, _Buffers], None], jobs: Sequence[Any]) -> None:
-        """Do jobs in one task a processor: a future costs as much as decoding a chunk."""
-        n_parts = min(len(jobs), _N_CPUS)
+        """Do jobs in one task a processor: a future costs as much as decoding a chunk, and a few are done here."""
+        n_parts = min(len(jobs) // _FEW, _N_CPUS) or 1
 
         def part(k: int) -> None:
             buffers = self._buffers.pop() if self._buffers else _Buffers()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from trajstore.committer import Committer
 from trajstore.errors import DataError
-from trajstore.schema import Schema
+from trajstore.schema import Array, Schema
 from trajstore.staging import ROW_OVERHEAD_BYTES, Placement, Staging, empty_batch, place
 from trajstore.stream import Batch, ColumnChange, StreamAppender
 
@@ -21,6 +22,19 @@ class _Job:
     schema: Schema
     columns: list[ColumnChange]
     batch: Batch | None = None
+
+
+class Follower(Protocol):
+    """Who wants to know what becomes of appended rows."""
+
+    def handed_off(self, staging: Staging) -> None:
+        """A staging is complete and goes to disk; called with the writer's lock held."""
+
+    def committed(self, spans: Array) -> None:
+        """The spans of a staging are durable; called from the background thread, in order."""
+
+    def amended(self, episode: int, t: int, values: Mapping[str, Array]) -> None:
+        """A staged step has other values now; called with the writer's lock held."""
 
 
 class Pipeline:
@@ -49,6 +63,7 @@ class Pipeline:
     ) -> None:
         self.appender: StreamAppender | None = None
         self.staging: Staging | None = None  # the one being filled
+        self.follower: Follower | None = None
         self._buffer_bytes = buffer_bytes
         self._schema = schema
         self._settle = settle
@@ -111,6 +126,8 @@ class Pipeline:
                 self.appender = self._make_appender(schema)
             if staging is not None:
                 self.staging = None
+                if self.follower is not None:
+                    self.follower.handed_off(staging)
             columns, self._columns = self._columns, []
             self._committer.submit(_Job(staging, schema, columns))
         return self._committer.n_submitted
@@ -167,5 +184,7 @@ class Pipeline:
             job.batch.columns = job.columns
         self.appender.commit(job.batch)
         if job.staging is not None:
+            if self.follower is not None:
+                self.follower.committed(job.batch.span_ints)
             job.staging.clear()
             self._free.append(job.staging)

@@ -45,6 +45,8 @@ class Reader:
         host_cache_bytes: Bound of the memory for compressed chunks in RAM. By default 1 GiB for object stores, and
             none for local directories, whose files the operating system keeps in RAM as it is.
         seed: Of the draws.
+        writer: Show also what this writer of the same store appends, at once and before it is committed. It has
+            appended nothing yet. Its buffer takes its part of the cache.
         priorities: Draw by priority, and keep priorities; see `update_priorities`.
         as_tensordict: Give batches as TensorDicts.
         compiled: Use compiled loops on the CPU, where numba is installed; the batches are the same without.
@@ -58,6 +60,7 @@ class Reader:
         cache_bytes: int | str = "1GiB",
         host_cache_bytes: int | str | None = None,
         seed: int = 0,
+        writer: Writer | None = None,
         priorities: Priorities | None = None,
         as_tensordict: bool = False,
         compiled: bool = True,
@@ -71,7 +74,10 @@ class Reader:
         self._rng = Counter(seed)
         self._as_tensordict = as_tensordict
         budget = parse_bytes(cache_bytes, "cache_bytes")
-        self._source = Assembler(snapshot, torch.device(device), budget, host_bytes, compiled=compiled)
+        if writer is not None and priorities is not None:
+            raise ValueError("priorities of steps that are not committed yet are not kept; leave out the writer")
+        budgets = budget, host_bytes
+        self._source = Assembler(snapshot, torch.device(device), *budgets, writer=writer, compiled=compiled)
         self._priorities = PrioritySampler(self._source, priorities) if priorities is not None else None
 
     def refresh(self) -> None:
@@ -98,6 +104,7 @@ class Reader:
     def n_windows(self, windows: Windows, *, where: Where | None = None) -> int:
         """How many windows can be drawn (with weights: steps or episodes that a draw is uniform over)."""
         with self._source.lock:
+            self._source.publish()
             return self._source.kind(windows, where).starts.total
 
     def sample(
@@ -130,6 +137,7 @@ class Reader:
         among = Among(where, recent_steps, recent_episodes, recent_fraction)
         draws = self._draws(batch_size, windows, among, self._rng, prioritised)
         with self._source.lock:
+            self._source.publish()
             drawn = draws.draw()
             assert drawn is not None
             return self._batch(*drawn, out)
@@ -227,6 +235,7 @@ class Reader:
         base = replace(windows or Windows(), boundary="pad_right", weight="episode", burn_in=0, bootstrap=0)
         base = replace(base, length=1, stride=1, squeeze=False, strict_context=False)
         with self._source.lock:
+            self._source.publish()
             kind = self._source.kind(base, where)
             if not kind.starts.total:
                 raise self._source.no_windows(base, "that the restrictions allow " if where else "")
@@ -282,6 +291,7 @@ class Reader:
             out: A ring of output memory.
         """
         with self._source.lock:
+            self._source.publish()
             draws = EpochDraws(
                 self._source, batch_size, windows, where, self._rng.fork(), shuffle=shuffle, drop_last=drop_last
             )
@@ -311,6 +321,7 @@ class Reader:
             out: A ring of output memory.
         """
         with self._source.lock:
+            self._source.publish()
             room = self._source.cache.room(windows.fields)
             segment = max(1, room // (_SEGMENTS + 1))
             draws = StagedDraws(

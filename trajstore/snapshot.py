@@ -76,6 +76,13 @@ class Snapshot:
             schema = next(iter(streams.values())).record.schema
         return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))
 
+    def advanced(self, record: CommitRecord) -> Snapshot:
+        """The same with a newer record of one stream; reads nothing."""
+        old = self._streams.get(record.id)
+        stream = old.advanced(record) if old is not None else _Stream(StreamReader(self._storage, record))
+        streams = {**self._streams, record.id: stream}
+        return Snapshot(self._storage, self._schema or record.schema, streams)
+
     def __getstate__(self) -> dict[str, Any]:
         # Another process gets the same commits and reads their span tables itself.
         records = {name: stream.record.to_bytes() for name, stream in self._streams.items()}

@@ -26,6 +26,7 @@ class EndEvent:
     end: End
     has_final: bool
     values: EpisodeValues
+    at: int = 0  # when it came, counted in calls
 
 
 @dataclass(slots=True)
@@ -36,6 +37,7 @@ class _Ends:
     env: Array
     end: Array
     has_final: bool
+    at: int
 
 
 class Staging:
@@ -60,6 +62,7 @@ class Staging:
         self.any_dropped = False
         self._ends: dict[int, EndEvent] = {}
         self._many_ends: list[_Ends] = []
+        self._n_calls = 0  # that ended episodes
 
     @property
     def room(self) -> int:
@@ -90,11 +93,29 @@ class Staging:
         self.episode[where], self.env[where] = episode, env
 
     def end(self, episode: int, event: EndEvent) -> None:
+        event.at = self._n_calls
+        self._n_calls += 1
         self._ends[episode] = event
         self.n_text += len(event.values.text)
 
     def end_many(self, episode: Array, env: Array, end: Array, has_final: bool) -> None:
-        self._many_ends.append(_Ends(episode, env, end, has_final))
+        self._many_ends.append(_Ends(episode, env, end, has_final, self._n_calls))
+        self._n_calls += 1
+
+    @property
+    def n_ends(self) -> int:
+        return len(self._ends) + sum(len(many.episode) for many in self._many_ends)
+
+    def ends(self) -> Array:
+        """Ends so far, in order of time, as rows of (call, episode, env, end, has_final)."""
+        single = [(e.at, episode, e.env, e.end, e.has_final) for episode, e in self._ends.items()]
+        blocks = [np.array(single, np.int64).reshape(-1, 5)]
+        for many in self._many_ends:
+            n = len(many.episode)
+            parts = np.full(n, many.at), many.episode, many.env, many.end, np.full(n, many.has_final)
+            blocks.append(np.stack([np.asarray(part, np.int64) for part in parts], 1))
+        ends = np.concatenate(blocks)
+        return ends[np.argsort(ends[:, 0], kind="stable")]
 
     def drop(self, episode: int) -> int:
         """Forget the staged rows of an episode; returns how many."""

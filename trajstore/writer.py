@@ -18,12 +18,12 @@ from trajstore.episodes import EpisodeKey, Handle, Handles
 from trajstore.errors import ClosedError, DataError, StepPlacedError, TrajstoreError
 from trajstore.intake import Intake, Step, leading_shape
 from trajstore.lanes import Flags, Lanes, check_ends, end_of
-from trajstore.pipeline import Pipeline
-from trajstore.record import is_column_name, is_stream_id, layouts_of, new_id
+from trajstore.pipeline import Follower, Pipeline
+from trajstore.record import CommitRecord, is_column_name, is_stream_id, layouts_of, new_id
 from trajstore.schema import Array, Field, Schema
 from trajstore.sizes import parse_bytes
 from trajstore.spans import End, EpisodeValues, check_metadata
-from trajstore.staging import EndEvent
+from trajstore.staging import EndEvent, Staging
 from trajstore.storage import Storage
 from trajstore.stream import ColumnChange, StreamAppender, new_record
 
@@ -284,7 +284,37 @@ class Writer:
                 )
             for path, value in rows.items():
                 staging.columns[path][row] = value
+            if self._pipeline.follower is not None:
+                self._pipeline.follower.amended(episode, int(step), rows)
             return Handle(self.stream, episode, step)
+
+    def follow(self, follower: Follower) -> None:
+        """Tell somebody what becomes of appended rows, from now on; nothing was appended before."""
+        with self._call():
+            if self._pipeline.follower is not None or self._counts["steps"]:
+                raise ValueError(f"writer of stream '{self.stream}' is followed already, or has begun")
+            self._pipeline.follower = follower
+
+    @contextlib.contextmanager
+    def staged(self) -> Iterator[Staging | None]:
+        """The steps that are staged, while nothing is appended.
+
+        None if somebody is appending at this moment, if nothing was appended yet, or if the writer is closed.
+        """
+        if not self._lock.acquire(blocking=False):
+            yield None
+            return
+        try:
+            is_ready = self._intake.known is not None and not self._is_closed
+            yield self._pipeline.fill() if is_ready else None
+        finally:
+            self._lock.release()
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """The newest commit record; None before the first commit."""
+        appender = self._pipeline.appender
+        return appender.record if appender is not None and appender.record.commit else None
 
     def put_column(
         self, name: str, target: str, values: Array, *, first: int = 0, rows: Array | None = None
