@@ -30,6 +30,7 @@ from trajstore.writer import Writer
 _MAX_KINDS = 64  # whose sums are kept
 _SPARE_ROWS = 1 << 14  # live rows beyond what a writer buffers: pages of environments are not always full
 _SHOWN = 5
+_REWARDS = "n_step/return"
 
 Where = Callable[[EpisodeTable], Array]
 
@@ -101,7 +102,8 @@ class Assembler:
     def _set_sources(self, written: int = -1) -> None:
         assert self._cache is not None
         readers = {reader.record.id: reader for reader in self.snapshot.readers}
-        self._cache.set_sources([readers.get(name) for name in self.index.numbers], written)
+        marks = self.index.marks.tolist()
+        self._cache.set_sources([readers.get(name) for name in self.index.numbers], marks, written)
 
     @property
     def live_epoch(self) -> int:
@@ -226,12 +228,25 @@ class Assembler:
         start = handles[:, 2] - self.index.t_base.host[entry]
         on_device = torch.from_numpy(entry).to(self.device)
         if is_strict:
-            usable = kind.starts.usable(on_device).cpu().numpy()
-            bad = (start < 0) | (start >= usable)
+            bad = ~kind.starts.has_start(entry, start)
             if bad.any():
                 lost = handles[np.flatnonzero(bad)[0]].tolist()
                 raise EpisodeNotFoundError(f"index {lost}: no window can start at that step")
         return Draw(on_device, torch.from_numpy(start).to(self.device), n)
+
+    def pin(self, kind: Kind, draw: Draw) -> None:
+        """Keep the chunks of windows in the cache."""
+        try:
+            self.cache.pin(kind.plan(draw).wanted.values())
+        except ChunkError as error:
+            raise self._explained(error) from error
+
+    def load(self, kind: Kind, draw: Draw) -> None:
+        """Read the chunks of windows ahead of time."""
+        try:
+            self.cache.load(kind.plan(draw).wanted.values())
+        except ChunkError as error:
+            raise self._explained(error) from error
 
     def carry_out(self, kind: Kind, plan: Plan, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Read what a plan wants and make the flat batch; ``outs`` is written where it has a key.
@@ -242,9 +257,11 @@ class Assembler:
         """
         if outs:
             outs = _opened(outs, kind.windows)
-            check_outputs(outs, self.cache.shapes(plan.wanted) | plan.shapes())
+            shapes = self.cache.shapes(plan.wanted) | plan.shapes()
+            check_outputs(outs, {key: shape for key, shape in shapes.items() if key != _REWARDS})
         try:
-            values = self.cache.gather(plan.wanted, outs)
+            # Rewards are summed before they are output.
+            values = self.cache.gather(plan.wanted, {key: out for key, out in outs.items() if key != _REWARDS})
         except ChunkError as error:
             raise self._explained(error) from error
         flat = kind.planner.finish(plan, values)
@@ -283,7 +300,6 @@ class Assembler:
 
 def _opened(outs: Mapping[str, torch.Tensor], windows: Windows) -> dict[str, torch.Tensor]:
     """Outputs with the axis of the window, which squeezed batches lack."""
-    kept = {key: out for key, out in outs.items() if key != "n_step/return"}  # rewards are not read into their sum
     if not windows.squeeze:
-        return kept
-    return {key: out if key in WHOLE else out.unsqueeze(1) for key, out in kept.items()}
+        return dict(outs)
+    return {key: out if key in WHOLE else out.unsqueeze(1) for key, out in outs.items()}

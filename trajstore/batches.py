@@ -13,7 +13,7 @@ import torch
 
 from trajstore.assembler import Assembler, Kind
 from trajstore.draws import Draws, StagedDraws
-from trajstore.errors import ClosedError, TrajstoreError
+from trajstore.errors import ClosedError
 from trajstore.outputs import Ring, to_batch
 from trajstore.plan import Plan
 from trajstore.prioritised import PrioritisedDraws
@@ -48,7 +48,7 @@ class _Queued:
     kind: Kind
     windows: torch.Tensor  # [B, 3]: stream number, episode, t of the start, also where it lies outside
     n: torch.Tensor | None
-    work: Future[_Ready]
+    work: Future[_Ready] | _Planned  # without prefetch it is read when it is asked for
 
 
 class Batches(Iterator[Any]):
@@ -88,7 +88,9 @@ class Batches(Iterator[Any]):
         self._fill()
         if not self._queue:
             raise StopIteration
-        ready = self._queue.popleft().work.result()
+        queued = self._queue.popleft()
+        work = queued.work
+        ready = work.result() if isinstance(work, Future) else self._assemble(work, None)
         if ready.event is not None:
             torch.cuda.current_stream(self._source.device).wait_event(ready.event)
         return to_batch(ready.batch, self._as_tensordict)
@@ -112,16 +114,10 @@ class Batches(Iterator[Any]):
         planned = _Planned(kind, plan, windows, draw, self._source.live_epoch)
         self._queue.append(_Queued(kind, windows, draw.n, self._submit(planned)))
 
-    def _submit(self, planned: _Planned) -> Future[_Ready]:
-        if self._threads is not None:
-            before = _event(self._source.device)
-            return self._threads.submit(self._assemble, planned, before)
-        done: Future[_Ready] = Future()
-        try:
-            done.set_result(self._assemble(planned, None))
-        except (TrajstoreError, OSError) as error:
-            done.set_exception(error)
-        return done
+    def _submit(self, planned: _Planned) -> Future[_Ready] | _Planned:
+        if self._threads is None:
+            return planned
+        return self._threads.submit(self._assemble, planned, _event(self._source.device))
 
     def _assemble(self, planned: _Planned, before: Any) -> _Ready:
         kind, plan = planned.kind, planned.plan
@@ -165,6 +161,9 @@ class Batches(Iterator[Any]):
             numbers = self._source.index.numbers
             stream = torch.tensor([numbers.get(name, -1) for name in state["streams"]], dtype=torch.int64)
             kind = self._draws.kind
+            if self._threads is not None and self._ring is not None and len(self._ring) < len(state["queued"]) + 2:
+                needed = len(state["queued"]) + 2
+                raise ValueError(f"out: expected a ring of at least {needed} (queued + 2), got {len(self._ring)}")
             plans = []
             for windows, n in state["queued"]:
                 handles = torch.stack([stream[windows[:, 0]], windows[:, 1], windows[:, 2]], 1).numpy()
@@ -178,7 +177,9 @@ class Batches(Iterator[Any]):
 
     def _drop_queue(self) -> None:
         while self._queue:
-            self._queue.pop().work.cancel()
+            work = self._queue.pop().work
+            if isinstance(work, Future):
+                work.cancel()
 
     def close(self) -> None:
         """End the background work; what was prepared is dropped. May be called again."""
@@ -209,7 +210,8 @@ class _Loader:
     def follow(self) -> None:
         """See whether another segment is next; raises what loading the last one raised."""
         if self._work is not None and self._work.done():
-            self._work.result()
+            work, self._work = self._work, None
+            work.result()
         if self._draws.next_segment != self._segment:
             self._segment = self._draws.next_segment
             self._work = self._threads.submit(self._load, self._segment)
@@ -224,8 +226,7 @@ class _Loader:
                 if segment != self._segment:
                     return
                 n = None if draw.n is None else draw.n[piece]
-                plan = kind.plan(Draw(draw.entry[piece], draw.start[piece], n))
-                self._source.cache.load(plan.wanted.values())
+                self._source.load(kind, Draw(draw.entry[piece], draw.start[piece], n))
 
     def close(self) -> None:
         self._segment = -1

@@ -22,6 +22,7 @@ from trajstore.schema import Array, Field
 
 Run = Callable[[Callable[[Any], Any], Sequence[int]], Iterable[Any]]
 
+MIN_SLOTS = 2
 _ABSENT = -1
 _PART_BYTES = 4 << 20  # what a thread copies at least: handing over costs as much as copying half a megabyte
 PINNED = np.iinfo(np.int64).max  # the tick of a slot that is not given away
@@ -144,6 +145,7 @@ class Column:
         self._slot_page = np.empty(0, np.int64)
         self._slot_tick = np.empty(0, np.int64)
         self._n_used = 0  # pages that hold rows
+        self._first_used: list[int] = []  # by source: pages before were evicted
         self.n_resident = 0
         self.n_pinned = 0
         self._is_direct = True  # page i lies in slot i
@@ -171,7 +173,7 @@ class Column:
         """Everything is resident."""
         return self.n_resident == self._n_used
 
-    def set_rows(self, n_rows: Sequence[int], written: int = -1) -> None:
+    def set_rows(self, n_rows: Sequence[int], marks: Sequence[int] = (), written: int = -1) -> None:
         """Take note of how many rows each source has; part-filled pages that grew are forgotten.
 
         Not those of the source that is written here: `move_live` brings what they lack.
@@ -183,10 +185,36 @@ class Column:
             elif pages > self._capacity[source]:
                 self._extend(source, pages)
             before = self._n_rows[source]
+            if n < before:  # the stream is gone, or was replaced by another
+                first = self._first_page(source)
+                self.forget(np.arange(first, first + self._capacity[source]))
             if before % self.page_rows and n > before and source != written:
                 self.forget(np.array([self._first_page(source) + before // self.page_rows]))
             self._n_rows[source] = n
-        self._n_used = sum(-(-n // self.page_rows) for n in self._n_rows)
+        self._first_used = [mark // self.page_rows for mark in marks] + [0] * (len(n_rows) - len(marks))
+        for source, mark in enumerate(self._first_used):  # what was evicted is never asked for again
+            first = self._first_page(source)
+            self.forget(np.arange(first, first + min(mark, self._capacity[source])))
+        counts = zip(self._n_rows, self._first_used, strict=True)
+        self._n_used = sum(max(0, -(-n // self.page_rows) - mark) for n, mark in counts)
+
+    @property
+    def fits(self) -> bool:
+        """There is a slot for every page."""
+        return self.n_slots >= self.n_pages
+
+    @property
+    def least_slots(self) -> int:
+        """Slots without which nothing can be read."""
+        return min(self.n_pages, self.n_live_pages + MIN_SLOTS)
+
+    def some_absent(self, n: int) -> Array:
+        """Some pages that hold rows and are not resident."""
+        found: list[Array] = []
+        for source, (rows, mark) in enumerate(zip(self._n_rows, self._first_used, strict=True)):
+            first = self._first_page(source)
+            found.append(self.missing(np.arange(first + mark, first + max(mark, -(-rows // self.page_rows))))[:n])
+        return np.concatenate(found)[:n]
 
     def _first_page(self, source: int) -> int:
         return int(self._row_base.host[source]) // self.page_rows
@@ -219,6 +247,7 @@ class Column:
 
     def set_slots(self, n: int) -> None:
         """Give the arena ``n`` slots; keeps what it holds where it can."""
+        self._is_direct = self._is_direct and n >= self.n_pages
         if n == self.n_slots:
             return
         kept = min(n, self.n_slots)
@@ -228,7 +257,6 @@ class Column:
         self._set_arena(arena)
         self._slot_page = np.append(self._slot_page[:kept], np.full(n - kept, _ABSENT))
         self._slot_tick = np.append(self._slot_tick[:kept], np.zeros(n - kept, np.int64))
-        self._is_direct = self._is_direct and n >= self.n_pages
         live = np.arange(self.n_live_pages)
         self.settle(self.missing(live), self.missing(live), PINNED)
         self.n_pinned = int((self._slot_tick == PINNED).sum())
@@ -257,6 +285,11 @@ class Column:
         """Keep resident pages until `unpin`."""
         self._slot_tick[self._table.host[pages]] = PINNED
         self.n_pinned = int((self._slot_tick == PINNED).sum())
+
+    def n_pinned_of(self, pages: Array) -> int:
+        """How many of these pages are pinned."""
+        slots = self._table.host[pages]
+        return int((self._slot_tick[slots[slots >= 0]] == PINNED).sum())
 
     def unpin(self, tick: int) -> None:
         """Let go of all pinned pages but the live ones."""

@@ -39,6 +39,7 @@ class Chains:
         self.left = np.zeros(index.n, np.int64)  # by entry: steps from its first to the last of its chain
         self.left[order] = stop - (sums - lengths)
         device = index.device
+        self.left_on_device = torch.from_numpy(self.left).to(device)
         self._order, self._place = (torch.from_numpy(a).to(device) for a in (order, place))
         self._sums, self._before = (torch.from_numpy(a).to(device) for a in (sums, sums - lengths))
         self._start, self._stop = (torch.from_numpy(a).to(device) for a in (_starts(stop, chain), stop))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +127,8 @@ class _Frozen:
         spec = self._kind.windows
         start = spec.start(torch.from_numpy(offset), torch.from_numpy(usable[at])).numpy()
         index, entry = self._source.index, at
+        if not index.n:
+            return Draw(*(torch.empty(0, dtype=torch.int64, device=index.device) for _ in range(2)))
         if self._seen != (index.generation, index.version):
             names = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
             entry = index.find(names[stream[at]], episode[at])
@@ -297,6 +300,15 @@ class StagedDraws:
         raise DataError(f"nearly all of the {self._frozen.total} windows were evicted since; begin anew")
 
     def _numbers(self, n: int) -> Array:
+        parts = []
+        while n:
+            left = math.ceil((self._n_turns + 1) * self._reuse * self._segment) - self._n_drawn
+            taken = min(n, max(1, left))
+            parts.append(self._numbers_of_turn(taken))
+            n -= taken
+        return np.concatenate(parts)
+
+    def _numbers_of_turn(self, n: int) -> Array:
         turn = self._n_turns
         resident = np.array([self.segment_at(turn + i) for i in range(self._n_resident)])
         resident = np.unique(resident)  # where two rounds meet, a segment may be in both
@@ -332,6 +344,7 @@ class StagedDraws:
             "seed": self._seed,
             "n_drawn": self._n_drawn,
             "n_turns": self._n_turns,
+            "segments": (self._segment, self._n_resident),
             "n_skipped": self.n_skipped,
             "counts": torch.from_numpy(self._counts.copy()),
             "frozen": self._frozen.state_dict(),
@@ -342,6 +355,8 @@ class StagedDraws:
         self._frozen.load_state_dict(state["frozen"])
         self._seed, self._n_drawn = int(state["seed"]), int(state["n_drawn"])
         self._n_turns, self.n_skipped = int(state["n_turns"]), int(state["n_skipped"])
+        self._segment, self._n_resident = (int(n) for n in state["segments"])
+        self._n_segments = -(-self._frozen.total // self._segment)
         self._counts = state["counts"].numpy().copy()
 
 

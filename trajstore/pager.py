@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache import UNSIGNED, CacheStats, Column, HostTier
+from trajstore.cache import MIN_SLOTS, UNSIGNED, CacheStats, Column, HostTier
 from trajstore.chunks import ArrayLayout
-from trajstore.errors import StorageError
+from trajstore.errors import DataError, StorageError
 from trajstore.schema import Array, Schema
 from trajstore.snapshot import selected_paths
 from trajstore.storage import Storage
@@ -24,7 +24,7 @@ from trajstore.stream import StreamReader
 _N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _WAVE_CHUNKS = 256
 _FEW = 4
-_MIN_SLOTS = 2
+_FILLED = 16
 _RENEWED = 8  # one slot in so many gets a new page when a batch needs more than there are
 
 
@@ -77,8 +77,12 @@ class ChunkCache:
         self._buffers: list[_Buffers] = []  # one for each thread at work
         self._ahead: dict[tuple[str, str, int], memoryview] = {}  # chunks fetched in one wave, to be decoded
 
-    def set_sources(self, readers: Sequence[StreamReader | None], written: int = -1) -> None:
+    def set_sources(
+        self, readers: Sequence[StreamReader | None], marks: Sequence[int] = (), written: int = -1
+    ) -> None:
         """Take over the newest readers, by stream number; pages whose rows changed are dropped.
+
+        ``marks`` are the rows, by source, below which everything was evicted.
 
         Not those of the source ``written``: `move_live` brings what they lack.
         """
@@ -97,7 +101,7 @@ class ChunkCache:
                 column = Column(path, spec, page_rows, self._device, self._live_rows, self._kernels)
                 self._columns[path] = column
             rows = [self._live_rows, *(reader.record.rows if reader else 0 for reader in readers[1:])]
-            column.set_rows(rows, written)
+            column.set_rows(rows, marks, written)
         self._share_budget()
         for path, old in replaced.items():
             self._columns[path].copy_live(old, self._live_rows)
@@ -117,12 +121,13 @@ class ChunkCache:
         columns = sorted(self._columns.values(), key=lambda c: c.n_pages * c.page_bytes)
         for i, column in enumerate(columns):
             rest = columns[i:]
-            if column.n_pages * column.page_bytes <= left:
+            spare = left - sum(c.least_slots * c.page_bytes for c in rest[1:])
+            if column.n_pages * column.page_bytes <= spare:
                 slots = column.n_pages
             else:
                 share = left * (column.n_pages * column.page_bytes) // sum(c.n_pages * c.page_bytes for c in rest)
-                least = column.n_live_pages + _MIN_SLOTS
-                slots = min(column.n_pages, max(least, share // column.page_bytes))
+                share = min(share, spare) // column.page_bytes
+                slots = min(column.n_pages, max(column.least_slots, share))
             column.set_slots(slots)
             left -= slots * column.page_bytes
 
@@ -156,7 +161,8 @@ class ChunkCache:
             pages[w.path] = np.union1d(pages.get(w.path, found[:0]), found)
         for path, needed in pages.items():
             column = self._columns[path]
-            if len(needed) + column.n_pinned + _MIN_SLOTS > column.n_slots < column.n_pages:
+            n_more = len(needed) - column.n_pinned_of(needed)
+            if n_more + column.n_pinned + MIN_SLOTS > column.n_slots < column.n_pages:
                 raise ValueError(
                     f"field '{path}': {len(needed)} chunks can't be pinned, the cache holds {column.n_slots}"
                 )
@@ -181,6 +187,8 @@ class ChunkCache:
     def room(self, fields: Sequence[str] | None) -> int:
         """Rows of the chosen fields that fit the cache together."""
         chosen = [self._columns[path] for path in selected_paths(self._schema, fields)]
+        if not chosen:
+            raise DataError("fields: staged draws need at least one field")
         return min((c.n_slots - c.n_live_pages) * c.page_rows for c in chosen)
 
     @property
@@ -220,10 +228,20 @@ class ChunkCache:
         if not pages:
             return set()
         self.stats.n_syncs += self._device.type != "cpu"
-        found = [(self._columns[path], _joined(parts)) for path, parts in pages.items()]
+        found = [(self._columns[path], self._filling(path, _joined(parts))) for path, parts in pages.items()]
         fits = [(column, distinct) for column, distinct in found if len(distinct) <= column.n_free]
         self._touch_and_load(fits)
         return {column.path for column, distinct in found if len(distinct) > column.n_free}
+
+    def _filling(self, path: str, pages: Array) -> Array:
+        """Pages of a batch, and some more of a column that fits but is not complete though nothing is missing.
+
+        What no window ever touches (steps of aborted episodes) would keep it from ever being so.
+        """
+        column = self._columns[path]
+        if column.n_empty and column.fits and not len(column.missing(pages)):
+            pages = np.concatenate([pages, column.some_absent(_FILLED)])
+        return pages
 
     def _touch_and_load(self, found: Sequence[tuple[Column, Array]]) -> None:
         load = []
@@ -267,8 +285,9 @@ class ChunkCache:
         pages = np.unique(page_of)
         missing = column.missing(pages)
         pages = np.concatenate([np.setdiff1d(pages, missing), missing])
-        for first in range(0, len(pages), column.n_free):
-            part = pages[first : first + column.n_free]
+        n_free = max(1, column.n_free)
+        for first in range(0, len(pages), n_free):
+            part = pages[first : first + n_free]
             self._tick += 1
             self._touch_and_load([(column, part)])
             chosen = torch.from_numpy(np.flatnonzero(np.isin(page_of, part))).to(self._device)
@@ -286,10 +305,10 @@ class ChunkCache:
         out, slots = flat.view(torch.uint8).numpy().reshape(-1), column.slots(page_of)
         here = np.flatnonzero(slots >= 0)
         column.scatter(slots[here] * column.page_rows + address[here] % column.page_rows, here, out)
-        if len(kept) < len(missing):
-            absent = np.flatnonzero(slots < 0)
+        absent = np.flatnonzero(slots < 0)  # also what was resident and had to make room just now
+        if len(absent):
             order = absent[np.argsort(page_of[absent], kind="stable")]
-            self._decode_for(column, missing[len(kept) :], address, page_of, order, out)
+            self._decode_for(column, np.unique(page_of[absent]), address, page_of, order, out)
 
     def _decode_for(
         self, column: Column, missing: Array, address: Array, page_of: Array, order: Array, out: Array
@@ -405,9 +424,9 @@ class ChunkCache:
             return
         data = self._ahead.pop(key, None) or reader.chunk(array, chunk, encoded)
         self.stats.bytes_read += len(data)
-        if self.tier.budget:
-            self.tier.put(key, data)
         reader.decode_chunk(array, chunk, data, out)
+        if self.tier.budget:  # only what passed its checksum
+            self.tier.put(key, data)
 
 
 class _Buffers:

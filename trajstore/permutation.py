@@ -19,7 +19,7 @@ class Permutation:
         self._n = np.uint64(n)
         self._half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
         self._mask = np.uint64((1 << int(self._half)) - 1)
-        self._keys = [_mix(np.array([seed + i], np.uint64))[0] for i in range(1, _ROUNDS + 1)]
+        self._keys = [_mix(np.array([(seed + i) % 2**64], np.uint64))[0] for i in range(1, _ROUNDS + 1)]
 
     def __call__(self, start: int, stop: int) -> Array:
         """Elements ``start`` to ``stop`` of the order."""

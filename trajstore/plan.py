@@ -25,6 +25,7 @@ from trajstore.windows import Windows, relative
 MASKS = ("valid", "learn", "is_first", "is_last", "terminated", "truncated")
 WHOLE = ("index", "priority/weight", "priority/probability")  # what a window has once, not at every step
 _RESERVED = {*MASKS, "index", "next", "n_step", "priority"}
+_BFLOAT16_MAX = 3.3895313892515355e38
 _NOTHING = torch.empty(0)
 _NEVER = -(1 << 62)  # a position that no step has
 
@@ -89,7 +90,7 @@ class Planner:
 
     def _check(self) -> None:
         schema, spec = self._schema, self._spec
-        for path in self._paths:
+        for path in {*self._paths, *(path for paths, _ in self._stacks for path in paths)}:
             if path.split("/")[0] in _RESERVED:
                 raise DataError(
                     f"field '{path}': batches hold something else under that name; leave it out with fields="
@@ -210,6 +211,8 @@ class Planner:
             for path in paths:
                 wanted[path] = Wanted(path, rows.source, rows.row)
                 exists[path] = inside == position
+                if steps.exists is not None:
+                    exists[path] = exists[path] & steps.exists[..., None]
 
     def _want_next(self, steps: _Steps, after: After, wanted: dict[str, Wanted]) -> None:
         if self._next_paths:
@@ -259,9 +262,8 @@ def _pad(values: dict[str, torch.Tensor], exists: Mapping[str, torch.Tensor], sp
     """Overwrite steps that do not exist, unless they repeat the nearest."""
     if spec.pad == "repeat":
         return
-    fill = 0 if spec.pad == "zero" else spec.pad
     for key, mask in exists.items():
-        value = values[key]
+        value, fill = values[key], 0 if spec.pad == "zero" else spec.pad
         if value.dtype in UNSIGNED:
             value = value.view(UNSIGNED[value.dtype])
             fill = int(np.array(fill, f"uint{8 * value.itemsize}").astype(f"int{8 * value.itemsize}"))
@@ -275,5 +277,9 @@ def _check_pad(path: str, field: Field, pad: float) -> None:
     if kind in "iu":
         low, high = np.iinfo(field.storage_dtype).min, np.iinfo(field.storage_dtype).max
     is_float = kind == "f" or field.dtype == "bfloat16"
+    if is_float and math.isfinite(pad):
+        largest = _BFLOAT16_MAX if field.dtype == "bfloat16" else float(np.finfo(field.storage_dtype).max)
+        if abs(pad) > largest:
+            raise DataError(f"pad: field '{path}' of {field.dtype} can't hold {pad!r}")
     if not is_float and not (float(pad).is_integer() and low <= pad <= high):
         raise DataError(f"pad: field '{path}' of {field.dtype} can't hold {pad!r}")

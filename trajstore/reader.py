@@ -70,7 +70,7 @@ class Reader:
         if host_cache_bytes is None:
             host_bytes = _REMOTE_HOST_BYTES if snapshot.storage.is_remote else 0
         else:
-            host_bytes = parse_bytes(host_cache_bytes, "host_cache_bytes")
+            host_bytes = _host_bytes(host_cache_bytes)
         self._rng = Counter(seed)
         self._as_tensordict = as_tensordict
         budget = parse_bytes(cache_bytes, "cache_bytes")
@@ -348,8 +348,7 @@ class Reader:
         with self._source.lock:
             kind = self._source.kind(windows)
             draw = self._source.draw_at(kind, _handles(index), None, is_strict=True)
-            plan = kind.plan(kind.starts.with_n(draw, Counter(0)))
-            self._source.cache.pin(plan.wanted.values())
+            self._source.pin(kind, kind.starts.with_n(draw, Counter(0)))
 
     def unpin(self) -> None:
         with self._source.lock:
@@ -367,7 +366,7 @@ class Reader:
             if cache_bytes is not None:
                 source.budget = parse_bytes(cache_bytes, "cache_bytes")
             if host_cache_bytes is not None:
-                source.host_budget = parse_bytes(host_cache_bytes, "host_cache_bytes")
+                source.host_budget = _host_bytes(host_cache_bytes)
             source.cache.resize(source.budget, source.host_budget)
 
     def state_dict(self) -> dict[str, Any]:
@@ -389,6 +388,10 @@ class Reader:
 
 
 _SEGMENTS = 16  # of staged draws that are resident at a time; one more is on its way
+
+
+def _host_bytes(value: int | str) -> int:
+    return 0 if value == 0 else parse_bytes(value, "host_cache_bytes")
 
 
 def _handles(index: torch.Tensor) -> Any:

@@ -126,6 +126,20 @@ class Starts:
         counts: Array = sums[entry] - before
         return counts
 
+    def has_start(self, entry: Array, position: Array) -> Array:
+        """Whether windows have their first learning step at positions of episodes."""
+        spec, n = self._spec, self.usable_of(entry)
+        if spec.boundary == "pad_left":
+            stop = (n - spec.reach).clip(1) * (n > 0)
+        elif spec.boundary == "pad_both":
+            stop = n
+        elif self.chains is not None:
+            stop = np.minimum(n, self.chains.left[entry] - spec.reach)
+        else:
+            stop = spec.n_starts(n) + spec.lead
+        found: Array = (position >= spec.lead) & (position < stop)
+        return found
+
     def lengths_of(self, entry: Array) -> Array:
         """Steps of episodes, on the host."""
         index = self._index
@@ -195,8 +209,7 @@ class Starts:
         n = self.usable(entry)
         if self.chains is None:
             return self._spec.n_starts(n)
-        left = torch.from_numpy(self.chains.left).to(entry.device)[entry]
-        return torch.minimum(n, left - self._spec.reach)
+        return torch.minimum(n, self.chains.left_on_device[entry] - self._spec.reach)
 
     def _start(self, entry: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         spec = self._spec

@@ -96,7 +96,8 @@ class Windows:
         if not pad:
             raise ValueError(f"pad: expected 'repeat', 'zero' or a number, got {self.pad!r}")
         n_step = (1,) if self.n_step is None else self.n_step if isinstance(self.n_step, tuple) else (self.n_step,)
-        if not all(_is_int(n) and 1 <= n <= MAX_STEPS for n in n_step) or len(n_step) > 2 or n_step[0] > n_step[-1]:
+        is_good = len(n_step) in (1, 2) and all(_is_int(n) and 1 <= n <= MAX_STEPS for n in n_step)
+        if not is_good or n_step[0] > n_step[-1]:
             raise ValueError(f"n_step: expected a positive number or a rising pair of them, got {self.n_step!r}")
         if not isinstance(self.gamma, (int, float)) or not 0.0 <= self.gamma <= 1.0:
             raise ValueError(f"gamma: expected a number from 0 to 1, got {self.gamma!r}")
