@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 PACKAGES = (
-    "trajstore", "numpy", "zarr", "numcodecs", "numba", "torch", "torchrl", "tensordict", "tensorstore", "s3fs", "cpprb",
-    "gymnasium", "ale-py",
+    "trajstore", "numpy", "zarr", "numcodecs", "numba", "torch", "torchrl", "tensordict", "tensorstore", "s3fs",
+    "cpprb", "gymnasium", "ale-py",
 )  # fmt: skip
 LARGE_BYTES = 4 << 20
 

@@ -25,7 +25,7 @@ EXPECTED = {
     "memory": ["frame episodes", "frame steps", "64 environments", "narrow rows"],
     "windows": [
         "state, ours, 1 thread",
-        "append between, ours, seen only, 20,000 steps, 1 thread",
+        "append between, ours, 20,000 steps, 1 thread",
         "pixels, ours, out=, 1 thread",
         "draw, 1,000 episodes of 1,000 steps",
         "64 open environments, 4 spans each: index",

@@ -292,6 +292,7 @@ class Assembler:
             "cache_bytes": cache.nbytes if cache else 0,
             "host_cache_bytes": cache.tier.nbytes if cache else 0,
             "index_bytes": self.index.nbytes,
+            "span_bytes": self.index.span_nbytes,
             "n_episodes": self.index.n - self.index.first,
             "n_spans": self.index.span_row.n,
             "is_compiled": self.kernels is not None,

@@ -102,7 +102,7 @@ def torch_dtypes(spec: Field) -> tuple[torch.dtype, torch.dtype]:
     return UNSIGNED.get(seen, seen), seen
 
 
-def _flat(source: torch.Tensor, row: torch.Tensor) -> tuple[Array, Array]:
+def flat_rows(source: torch.Tensor, row: torch.Tensor) -> tuple[Array, Array]:
     """Source and row as numpy arrays of two axes; that of source may be one long."""
     n, sources = len(row), source.numpy()
     if source.shape != row.shape and source.shape != (n, 1):
@@ -304,7 +304,7 @@ class Column:
             return pages
         if len(self._seen) < self.n_pages:
             self._seen = np.zeros(self.n_pages + self.n_pages // 8, np.int64)
-        sources, rows = _flat(source, row)
+        sources, rows = flat_rows(source, row)
         found = np.empty(min(rows.size, self.n_pages), np.int64)
         n = self._kernels.distinct_pages(
             sources, rows, self._row_base.host, self.page_rows, self._seen, tick, found
@@ -361,26 +361,34 @@ class Column:
         return row + self._row_base.device[source]
 
     def gather(
-        self, source: torch.Tensor, row: torch.Tensor, out: torch.Tensor | None, run: Run = map
+        self,
+        source: torch.Tensor,
+        row: torch.Tensor,
+        out: torch.Tensor | None,
+        run: Run = map,
+        flat: tuple[Array, Array] | None = None,
     ) -> torch.Tensor:
-        """Values of rows of resident pages, as ``[*row.shape, *row_shape]``; ``run`` may use threads."""
+        """Values of rows of resident pages, as ``[*row.shape, *row_shape]``; ``run`` may use threads.
+
+        ``flat`` is what `flat_rows` gives for source and row, if it is known.
+        """
         shape = (*row.shape, *self.row_shape)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype, device=self._device)
         if self._kernels is not None:
-            self._copy(source, row, out, run)
+            self._copy(flat or flat_rows(source, row), out, run)
             return out
         address = self.addresses(source, row).reshape(-1)
         if not self._is_direct:
             page = address.div(self.page_rows, rounding_mode="floor")
             address = self._table.device[page] * self.page_rows + (address - page * self.page_rows)
-        flat = self._arena.view(-1, *self.row_shape)
-        torch.index_select(flat, 0, address, out=out.view(self._dtype).view(-1, *self.row_shape))
+        arena = self._arena.view(-1, *self.row_shape)
+        torch.index_select(arena, 0, address, out=out.view(self._dtype).view(-1, *self.row_shape))
         return out
 
-    def _copy(self, source: torch.Tensor, row: torch.Tensor, out: torch.Tensor, run: Run) -> None:
+    def _copy(self, flat: tuple[Array, Array], out: torch.Tensor, run: Run) -> None:
         assert self._kernels is not None
-        copy, (sources, rows) = self._kernels.copy_rows, _flat(source, row)
+        copy, (sources, rows) = self._kernels.copy_rows, flat
         data = out.view(torch.uint8).numpy().reshape(-1)
         layout = self._row_bytes, self._table.host, self.page_rows
         bases, n_parts = self._row_base.host, min(torch.get_num_threads(), data.size // _PART_BYTES, len(rows))

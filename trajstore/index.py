@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -312,12 +313,13 @@ class EpisodeIndex:
 
     def _append(self, closed: Episodes) -> None:
         """Add episodes that ended, and write the tail anew behind them."""
-        self._forget(np.arange(self.n_closed, self.n))
+        if self.n > self.n_closed:
+            self._forget(np.arange(self.n_closed, self.n))
         self._write(self.n_closed, self._n_closed_spans, closed)
         self.n_closed, self._n_closed_spans = self.flags.n, self.span_row.n
         ended, growing = self._live
         for episodes in (ended, self._open, growing):
-            if episodes is not None:
+            if episodes is not None and len(episodes.episode):
                 self._write(self.flags.n, self.span_row.n, episodes)
         self.n = self.flags.n
 
@@ -422,6 +424,11 @@ class EpisodeIndex:
     def table_of(self, stream: int) -> Array | None:
         """The entry of each episode of a stream, or -1; None where some have outlandish numbers."""
         return None if self._far else self._entries[stream].host
+
+    def facts(self) -> tuple[Any, ...]:
+        """What compiled loops need to know of episodes and spans, on the host."""
+        episodes = self.logical.host, self.flags.host, self.t_base.host, self.stream.host, self.episode.host
+        return *episodes, self.span_logical.host, self.span_row.host, self.span_source.host, self.is_simple
 
     def rows(self, entry: torch.Tensor, position: torch.Tensor) -> Rows:
         """Rows of steps: of episodes ``entry`` [B, ...], at ``position`` [B, ...] from their first stored row."""

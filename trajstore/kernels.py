@@ -94,21 +94,32 @@ def frame(
     t_base: Array,
     stream: Array,
     episode: Array,
+    span_logical: Array,
+    span_row: Array,
+    span_source: Array,
+    is_simple: bool,
     masks: Array,
     inside: Array,
     handles: Array,
+    row: Array,
+    source: Array,
 ) -> None:
-    """Positions of each window's steps, moved to the nearest that exist; the six masks; the handles."""
+    """Each window's steps: positions moved to the nearest that exist, the six masks, handles, rows and sources."""
+    n_spans = len(span_logical)
     for b in range(len(entry)):
         e = entry[b]
         flag = flags[e]
-        last = logical[e + 1] - logical[e] - (flag & HAS_FINAL) - 1
+        base = logical[e]
+        last = logical[e + 1] - base - (flag & HAS_FINAL) - 1
         first = -t_base[e]
         is_ended, is_terminated = flag & OPEN == 0, flag & TERMINATED != 0
         is_truncated = flag & TRUNCATED != 0
         handles[b, 0] = stream[e]
         handles[b, 1] = episode[e]
         handles[b, 2] = max(start[b], 0) - first
+        low, high, shift, origin = np.int64(0), np.int64(-1), np.int64(0), span_source[0]
+        if is_simple:
+            low, high, shift, origin = base, base + last + 1, span_row[e] - base, span_source[e]
         for j in range(len(steps)):
             position = start[b] + steps[j]
             near = min(max(position, 0), last)
@@ -120,6 +131,15 @@ def frame(
             masks[3, b, j] = is_last & is_ended
             masks[4, b, j] = is_last & is_terminated
             masks[5, b, j] = is_last & is_truncated
+            wanted = base + near
+            if wanted < low or wanted >= high:
+                span = _span_of(span_logical, wanted)
+                low, high = span_logical[span], np.int64(1) << 62
+                if span + 1 < n_spans:
+                    high = span_logical[span + 1]
+                shift, origin = span_row[span] - low, span_source[span]
+            row[b, j] = wanted + shift
+            source[b, j] = origin
 
 
 @_compiled

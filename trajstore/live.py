@@ -329,6 +329,8 @@ class LiveEpisodes:
         return blocks[0], blocks[1], blocks[2]
 
     def _described(self, slots: Array) -> Episodes:
+        if not len(slots):
+            return _NONE
         table, spans = self._episodes, self._spans
         slots = slots[table["n_rows"][slots] - table["has_final"][slots] > 0]
         rank = np.full(table.n, -1)
@@ -345,6 +347,8 @@ class LiveEpisodes:
         return Episodes(*facts, flags, stop - t, spans["row"][mine], spans["source"][mine])
 
 
+_EMPTY = np.empty(0, np.int64)
+_NONE = Episodes(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint8), _EMPTY, _EMPTY, _EMPTY)
 _FULL = Taken({}, np.empty(0, np.int64))  # stands where live rows ran out
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache import MIN_SLOTS, UNSIGNED, CacheStats, Column, HostTier
+from trajstore.cache import MIN_SLOTS, UNSIGNED, CacheStats, Column, HostTier, flat_rows
 from trajstore.chunks import ArrayLayout
 from trajstore.errors import DataError, StorageError
 from trajstore.schema import Array, Schema
@@ -211,9 +211,13 @@ class ChunkCache:
         results: dict[str, torch.Tensor] = {}
         for path in parted:
             results |= self._gather_in_parts(self._columns[path], _of_column(wanted, path), outs)
+        flats: dict[int, tuple[Array, Array]] = {}  # fields mostly share their rows
         for key, w in wanted.items():
             if w.path not in parted:
-                results[key] = self._columns[w.path].gather(w.source, w.row, outs.get(key), self._storage.map)
+                column, flat = self._columns[w.path], flats.get(id(w.row))
+                if flat is None and self._kernels is not None:
+                    flat = flats[id(w.row)] = flat_rows(w.source, w.row)
+                results[key] = column.gather(w.source, w.row, outs.get(key), self._storage.map, flat)
         self.stats.seconds["gather"] += time.perf_counter() - planned
         self.stats.seconds["plan"] += planned - start
         return results

@@ -15,7 +15,7 @@ import torch
 
 from trajstore.cache import UNSIGNED
 from trajstore.errors import DataError
-from trajstore.index import HAS_FINAL, MARK, OPEN, TERMINATED, TRUNCATED, EpisodeIndex
+from trajstore.index import HAS_FINAL, MARK, OPEN, TERMINATED, TRUNCATED, EpisodeIndex, Rows
 from trajstore.pager import Wanted
 from trajstore.schema import Field, Schema
 from trajstore.snapshot import selected_paths
@@ -67,6 +67,7 @@ class _Steps:
     flags: torch.Tensor  # as n
     masks: tuple[torch.Tensor, ...]  # [B, T] each, in the order of MASKS
     handles: torch.Tensor  # [B, 3], of the windows
+    rows: Rows | None = None  # where they lie, if that was found on the way
 
 
 class Planner:
@@ -148,15 +149,15 @@ class Planner:
         index, shape = self._index, (len(draw.entry), self._spec.size)
         block, inside = torch.empty((len(MASKS), *shape), dtype=torch.bool), torch.empty(shape, dtype=torch.int64)
         handles = torch.empty((shape[0], 3), dtype=torch.int64)
-        facts = (a.host for a in (index.logical, index.flags, index.t_base, index.stream, index.episode))
-        outputs = block.numpy(), inside.numpy(), handles.numpy()
-        self._kernels.frame(draw.entry.numpy(), draw.start.numpy(), *self._constants, *facts, *outputs)
+        rows = Rows(torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.int64))
+        outputs = block.numpy(), inside.numpy(), handles.numpy(), rows.row.numpy(), rows.source.numpy()
+        self._kernels.frame(draw.entry.numpy(), draw.start.numpy(), *self._constants, *index.facts(), *outputs)
         masks = block.unbind(0)
         exists = None if self._spec.is_inside else masks[0]
         if not self._needs_facts:
-            return _Steps(draw.entry, inside, exists, _NOTHING, _NOTHING, masks, handles)
+            return _Steps(draw.entry, inside, exists, _NOTHING, _NOTHING, masks, handles, rows)
         n, flags = (fact[:, None] for fact in self._facts(draw.entry))
-        return _Steps(draw.entry, inside, exists, n, flags, masks, handles)
+        return _Steps(draw.entry, inside, exists, n, flags, masks, handles, rows)
 
     def _facts(self, entry: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Steps and flags of episodes."""
@@ -197,7 +198,7 @@ class Planner:
         return After(taken, torch.minimum(position, last_row), is_terminal)
 
     def _want_fields(self, steps: _Steps, wanted: dict[str, Wanted], exists: dict[str, torch.Tensor]) -> None:
-        rows = self._index.rows(steps.entry, steps.inside)
+        rows = steps.rows or self._index.rows(steps.entry, steps.inside)
         for path in self._paths:
             wanted[path] = Wanted(path, rows.source, rows.row)
             if steps.exists is not None:
