@@ -238,6 +238,24 @@ def test_other_writers_join_at_a_refresh() -> None:
     writer.close()
 
 
+def test_a_refresh_does_not_take_back_steps_that_were_seen() -> None:
+    store = new_store()
+    writer = store.writer("own", commit_seconds=None)
+    reader, model = Reader(store, writer=writer, cache_bytes="800MB"), Model(writer)
+    for _ in range(3):
+        model.append(0)
+        model.append(1)
+        model.check(reader)
+    model.append(0)
+    model.check(reader)
+    reader.refresh()
+    model.check(reader)
+    writer.commit()
+    reader.refresh()
+    model.check(reader)
+    writer.close()
+
+
 def test_a_queued_batch_survives_its_steps_moving_into_the_stream() -> None:
     store = new_store()
     writer = store.writer(commit_seconds=None)

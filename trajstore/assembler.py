@@ -88,6 +88,8 @@ class Assembler:
         if self._writer is None:
             self._make_cache(snapshot.schema, 0)
         self.index.update(snapshot)
+        if self._live is not None:
+            self._live.retell()
         if self._cache is not None:
             self._set_sources()
 
@@ -121,8 +123,10 @@ class Assembler:
             self._advance(self._writer.record)
             for change in changes:
                 self._apply(change)
-        episodes = self._live.episodes()
-        if episodes is not None:
+        lengths = self._live.lengths()
+        if lengths is not None:
+            self.index.set_lengths(lengths)
+        elif (episodes := self._live.episodes()) is not None:
             self.index.set_live(*episodes)
 
     def _advance(self, record: CommitRecord | None) -> None:

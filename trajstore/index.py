@@ -60,6 +60,13 @@ class Episodes:
     span_row: Array
     span_source: Array
 
+    @property
+    def n_spans(self) -> Array:
+        """Spans of each episode."""
+        ends = np.searchsorted(np.cumsum(self.span_rows), np.cumsum(self.n_rows), side="left") + 1
+        counts: Array = np.diff(ends, prepend=0)
+        return counts
+
     @staticmethod
     def of(joined: JoinedSpans, chosen: Array) -> Episodes:
         s, last = joined.columns, joined.last[chosen]
@@ -121,6 +128,7 @@ class EpisodeIndex:
         self._open: Episodes | None = None
         self._live: tuple[Episodes | None, Episodes | None] = (None, None)  # of the writer that is followed
         self.followed = ""  # id of its stream, whose episodes come by `set_live` and not with snapshots
+        self._growing_spans = np.empty((0, 2), np.int64)  # of growing episodes: which one, and where in it
         self._signature: object = None
         self._first_rows: dict[str, int] = {}  # by stream: rows below were evicted when this was last updated
         self._entries: list[Growing] = []  # by stream number: the entry of each episode, or -1
@@ -326,7 +334,22 @@ class EpisodeIndex:
     def set_live(self, placed: Episodes, ended: Episodes, growing: Episodes) -> None:
         """Take in episodes of the writer that is followed: placed for good, ended, and growing ones."""
         self._live = ended, growing
+        owner = np.repeat(np.arange(len(growing.n_rows)), growing.n_spans)
+        offset = np.cumsum(growing.span_rows) - growing.span_rows
+        offset = offset - (np.cumsum(growing.n_rows) - growing.n_rows)[owner]
+        self._growing_spans = np.stack([owner, offset], 1)
         self._append(placed)
+        self.version += 1
+
+    def set_lengths(self, n_rows: Array) -> None:
+        """The growing episodes of the writer that is followed are longer now, and nothing else has changed."""
+        at, first_span = self.n - len(n_rows), self.span_row.n - len(self._growing_spans)
+        starts = int(self.logical.host[at]) + np.cumsum(n_rows) - n_rows
+        owner, offset = self._growing_spans.T
+        self.logical.rewrite(at + 1, starts + n_rows)
+        before = int(self.step_sums.host[at - 1]) if at else self.step_base
+        self.step_sums.rewrite(at, before + np.cumsum(n_rows))
+        self.span_logical.rewrite(first_span, starts[owner] + offset)
         self.version += 1
 
     def number_of(self, stream: str) -> int:

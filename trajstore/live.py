@@ -19,6 +19,8 @@ from trajstore.spans import End
 from trajstore.staging import Staging
 
 PAGE_ROWS = 64
+_COLUMNS = ("episode", "env", "n_rows", "end", "has_final", "ended_at", "committed", "live", "next", "room")
+_N_ROWS, _LIVE, _NEXT, _ROOM = (_COLUMNS.index(name) for name in ("n_rows", "live", "next", "room"))
 
 
 @dataclass(slots=True)
@@ -109,11 +111,12 @@ class LiveEpisodes:
         self._n_free = 0
         # Of episodes, in order of number. Rows from "committed" to "live" lie in live rows; an episode goes on at
         # the live row "next", where there is "room" for so many.
-        names = ("episode", "env", "n_rows", "end", "has_final", "ended_at", "committed", "live", "next", "room")
-        self._episodes = _Table(names)
+        self._episodes = _Table(_COLUMNS)
         self._spans = _Table(("episode", "t", "source", "row"))  # of an episode, in order of time
         self._n_ended = 0
         self._is_changed = True
+        self._is_longer = False  # some episode, and nothing else has changed
+        self._growing = np.empty(0, np.int64)  # where the growing episodes stand that were told of last
 
     # ---- called by the writer
 
@@ -143,7 +146,8 @@ class LiveEpisodes:
         if copy and isinstance(kept, slice):
             values = {path: column.copy() for path, column in values.items()}
         episode, env = staging.episode[kept].copy(), staging.env[kept].copy()
-        return _Block(episode, env, staging.ends()[self._n_ends :], values)
+        ends = staging.ends()[self._n_ends :] if staging.n_ends > self._n_ends else _NO_ENDS
+        return _Block(episode, env, ends, values)
 
     # ---- called by the reader
 
@@ -176,9 +180,29 @@ class LiveEpisodes:
     def _take_staging(self, staging: Staging, taken: list[Change]) -> None:
         if staging.n == self._n_taken and staging.n_ends == self._n_ends:
             return
+        if staging.n == self._n_taken + 1 and staging.n_ends == self._n_ends and self._enter_one(staging, taken):
+            self._n_taken += 1
+            return
         block = self._block(staging, copy=False)
         if self._enter(block, block.values, taken):
             self._n_taken, self._n_ends = staging.n, self._n_ends + len(block.ends)
+
+    def _enter_one(self, staging: Staging, taken: list[Change]) -> bool:
+        """Take up a single row of an episode that goes on in its page: the common case, and far cheaper."""
+        table, row = self._episodes, self._n_taken
+        slot = int(np.searchsorted(table["episode"], staging.episode[row]))
+        if staging.any_dropped or slot == table.n or table["episode"][slot] != staging.episode[row]:
+            return False
+        values = table.data[:, slot]
+        if not values[_ROOM]:
+            return False
+        live = slice(row, row + 1)
+        rows = {path: column[live] for path, column in staging.columns.items()}
+        taken.append(Taken(rows, values[_NEXT : _NEXT + 1].copy()))
+        values[[_N_ROWS, _LIVE, _NEXT]] += 1
+        values[_ROOM] -= 1
+        self._is_longer = True
+        return True
 
     def _enter(self, block: _Block, values: dict[str, Array] | None, taken: list[Change]) -> bool:
         """Take up the rows of a block; False if there are too few live rows for them, and nothing is done."""
@@ -309,11 +333,23 @@ class LiveEpisodes:
         row = spans["row"][span] + t - spans["t"][span]
         return Taken({path: np.asarray(value)[None] for path, value in values.items()}, np.array([row]))
 
+    def retell(self) -> None:
+        """Tell everything again when asked next: the index has been written from what was told before."""
+        self._is_changed = True
+
+    def lengths(self) -> Array | None:
+        """Rows of the growing episodes that were told of last; None unless that is all that has changed."""
+        if self._is_changed or not self._is_longer:
+            return None
+        self._is_longer = False
+        n_rows: Array = self._episodes["n_rows"][self._growing]
+        return n_rows
+
     def episodes(self) -> tuple[Episodes, Episodes, Episodes] | None:
         """Episodes that are placed for good now, that ended, and that grow; None if nothing has changed."""
         if not self._is_changed:
             return None
-        self._is_changed = False
+        self._is_changed = self._is_longer = False
         table = self._episodes
         ended = np.flatnonzero(table["end"] != End.OPEN)
         ended = ended[np.argsort(table["ended_at"][ended], kind="stable")]
@@ -326,6 +362,8 @@ class LiveEpisodes:
         gone[ended[:n_placed]] = True
         if n_placed:
             self._drop(gone)
+        growing = np.flatnonzero(table["end"] == End.OPEN)
+        self._growing = growing[table["n_rows"][growing] > 0]
         return blocks[0], blocks[1], blocks[2]
 
     def _described(self, slots: Array) -> Episodes:
@@ -348,6 +386,7 @@ class LiveEpisodes:
 
 
 _EMPTY = np.empty(0, np.int64)
+_NO_ENDS = np.empty((0, 5), np.int64)
 _NONE = Episodes(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint8), _EMPTY, _EMPTY, _EMPTY)
 _FULL = Taken({}, np.empty(0, np.int64))  # stands where live rows ran out
 
