@@ -47,7 +47,7 @@ class _Queued:
 
     kind: Kind
     windows: torch.Tensor  # [B, 3]: stream number, episode, t of the start, also where it lies outside
-    n: torch.Tensor | None
+    extras: tuple[torch.Tensor | None, ...]  # n, probability and weight, where they are drawn
     work: Future[_Ready] | _Planned  # without prefetch it is read when it is asked for
 
 
@@ -112,7 +112,8 @@ class Batches(Iterator[Any]):
         windows = plan.known["index"].clone()
         windows[:, 2] = self._source.index.t_base.device[draw.entry] + draw.start
         planned = _Planned(kind, plan, windows, draw, self._source.live_epoch)
-        self._queue.append(_Queued(kind, windows, draw.n, self._submit(planned)))
+        extras = draw.n, draw.probability, draw.weight
+        self._queue.append(_Queued(kind, windows, extras, self._submit(planned)))
 
     def _submit(self, planned: _Planned) -> Future[_Ready] | _Planned:
         if self._threads is None:
@@ -147,7 +148,7 @@ class Batches(Iterator[Any]):
             return {
                 "draws": self._draws.state_dict(),
                 "streams": list(self._source.index.numbers),
-                "queued": [(q.windows.cpu(), None if q.n is None else q.n.cpu()) for q in self._queue],
+                "queued": [(q.windows.cpu(), *(_on_host(extra) for extra in q.extras)) for q in self._queue],
                 "is_over": self._is_over,
             }
 
@@ -165,10 +166,11 @@ class Batches(Iterator[Any]):
                 needed = len(state["queued"]) + 2
                 raise ValueError(f"out: expected a ring of at least {needed} (queued + 2), got {len(self._ring)}")
             plans = []
-            for windows, n in state["queued"]:
+            for windows, *extras in state["queued"]:
                 handles = torch.stack([stream[windows[:, 0]], windows[:, 1], windows[:, 2]], 1).numpy()
-                on_device = None if n is None else n.to(self._source.device)
-                plans.append(self._source.draw_at(kind, handles, on_device, is_strict=False))
+                n, probability, weight = (None if e is None else e.to(self._source.device) for e in extras)
+                draw = self._source.draw_at(kind, handles, n, is_strict=False)
+                plans.append(replace(draw, probability=probability, weight=weight))
             self._draws.load_state_dict(state["draws"])
             self._is_over = bool(state["is_over"])
             self._drop_queue()
@@ -231,6 +233,10 @@ class _Loader:
     def close(self) -> None:
         self._segment = -1
         self._threads.shutdown(wait=True)
+
+
+def _on_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.cpu()
 
 
 def _event(device: torch.device) -> Any:

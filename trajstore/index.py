@@ -148,6 +148,9 @@ class EpisodeIndex:
         parts.pop(self.followed, None)
         self._settle(parts)
         self._evict(parts)
+        for name, part in parts.items():  # also of episodes that were evicted before anybody looked
+            new = part.spans.ints[self._seen.get(name, 0) :, 0]
+            self.newest[number[part.stream]] = max(self.newest[number[part.stream]], new.max(initial=-1))
         fresh = [part.after(self._seen.get(name, 0)) for name, part in parts.items()]
         self._seen = {name: len(part.spans) for name, part in parts.items()}
         self._first_rows = {name: part.first_row for name, part in parts.items()}

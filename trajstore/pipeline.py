@@ -108,7 +108,8 @@ class Pipeline:
         self.staging, self._n_stagings = None, 0
 
     def drop(self) -> int:
-        """Forget what is staged; returns how many rows."""
+        """Forget what is staged, and values of columns; returns how many rows."""
+        self._columns = []
         n = self.staging.n if self.staging is not None else 0
         if self.staging is not None:
             self.staging.clear()

@@ -44,7 +44,8 @@ class Priorities:
         initial: The priority of new steps: ``"max"``, the largest so far (1 at first), or a number.
         over: The priority of a window: that of its ``start``, the ``max`` or ``mean`` over its learning steps, or a
             number eta for eta * max + (1 - eta) * mean.
-        normalize: Weights are divided by the largest of the ``batch``, or of the ``buffer``.
+        normalize: Weights are divided by the largest of the ``batch``, or of the ``buffer`` (of the batch where
+            only recent windows are drawn).
         duplicates: Which one counts where an update names a step twice: the ``last`` or the ``max``.
         kind: ``proportional``, or by ``rank``: in proportion to (1 / rank)^alpha, ranks taken anew every
             ``rank_every`` batches.

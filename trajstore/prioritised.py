@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,10 +23,11 @@ from trajstore.windows import Windows
 from trajstore.writer import Writer
 
 _HEADROOM = 3  # bits that the largest mass may grow by before all are scaled anew
+_SLACK = 8  # bits by which it may shrink
+_LARGEST_RAW = 1e300
 _PIECE = 1 << 20  # leaves that are computed at a time
 _MAX_KINDS = 16
 COLUMN = "priority"
-_SHARING = ("pad_left", "pad_both")  # boundaries with windows that start before their episode
 
 
 class PrioritySampler:
@@ -37,29 +39,31 @@ class PrioritySampler:
     """
 
     def __init__(self, source: Assembler, options: Priorities) -> None:
-        self._source = source
+        self.source = source
         self.options = options
         self.table = PriorityTable(source.index, None if options.initial == "max" else float(options.initial))
         self.n_ignored = self.n_batches = 0
         self._trees: dict[tuple[Windows, Where | None], _Tree] = {}
         self._masses = _Masses(options)
         self._seen = -1
-        self._saved_by = 0  # the writer that has put what is stored
+        self._saved_by = ""  # the stream of the writer that has put what is stored
         self._saved: dict[int, tuple[int, int]] = {}  # by source: first row of its generation, changes since
 
     def follow(self) -> None:
         """Catch up with the index."""
-        index = self._source.index
-        snapshot = self._source.snapshot
+        index = self.source.index
+        snapshot = self.source.snapshot
         if self._seen == index.version or snapshot.schema is None:
             return
-        known = np.flatnonzero(self.table.n_rows)
-        self.table.follow(snapshot)
-        self._seen = index.version
+        known = set(np.flatnonzero(self.table.n_rows).tolist())
         fresh = {name for name, number in index.numbers.items() if number + 1 not in known}
-        if any(COLUMN in named for record in snapshot.streams for named in record.columns.values()):
-            stored = snapshot.column(COLUMN)
-            self.table.load({index.numbers[name] + 1: stored[name] for name in stored if name in fresh})
+        targets = {t for record in snapshot.streams for t, named in record.columns.items() if COLUMN in named}
+        stored = snapshot.column(COLUMN, fresh & targets) if fresh & targets else {}
+        # First, so that rows which got no value yet get the largest so far.
+        self.table.check({name: values for name, (_, values) in stored.items()})
+        self.table.follow(snapshot)
+        self.table.load({index.numbers[name] + 1: found for name, found in stored.items()})
+        self._seen = index.version
 
     def save(self, writer: Writer) -> int:
         """Hand what has changed to a writer, for its next commit; returns how many values that is.
@@ -67,10 +71,19 @@ class PrioritySampler:
         Single values at first; once they are more than half of a stream's rows, all of them.
         """
         self.follow()
-        if self._saved_by != id(writer):
-            self._saved_by, self._saved = id(writer), {}
-        names, marks, n = list(self._source.index.numbers), self._source.index.marks, 0
-        for source, rows in self.table.take_changes().items():
+        if self._saved_by != writer.stream:
+            self._saved_by, self._saved = writer.stream, {}
+        changes = self.table.take_changes()
+        try:
+            n = self._hand_over(changes, writer)
+        except BaseException:
+            self.table.restore_changes(changes)
+            raise
+        return n
+
+    def _hand_over(self, changes: Mapping[int, Array], writer: Writer) -> int:
+        names, marks, n = list(self.source.index.numbers), self.source.index.marks, 0
+        for source, rows in changes.items():
             first, n_rows = int(marks[source]), int(self.table.n_rows[source])
             old_first, n_deltas = self._saved.get(source, (0, n_rows))
             low, _ = self.table.range_of(source, 0, 0)
@@ -80,7 +93,7 @@ class PrioritySampler:
                 writer.put_column(COLUMN, names[source - 1], values, first=first)
                 self._saved[source] = first, 0
             else:
-                values = self.table.values[torch.from_numpy(low + rows).to(self._source.device)].cpu().numpy()
+                values = self.table.values[torch.from_numpy(low + rows).to(self.source.device)].cpu().numpy()
                 writer.put_column(COLUMN, names[source - 1], values, rows=rows)
                 self._saved[source] = old_first, n_deltas + len(rows)
             n += len(values)
@@ -89,7 +102,10 @@ class PrioritySampler:
     def configure(self, **changes: Any) -> None:
         """Change options; a change of what masses are made of makes all of them anew."""
         options = replace(self.options, **changes)
-        if changes.keys() - {"beta", "normalize", "duplicates", "stratified", "uniform"}:
+        _Masses(options).raw_of(self.table.largest)  # refuses what has no power
+        if "initial" in changes:
+            self.table.initial = None if options.initial == "max" else float(options.initial)
+        if changes.keys() - {"beta", "normalize", "duplicates", "stratified", "uniform", "initial"}:
             self._masses = _Masses(options)
             self._trees = {}
         if "normalize" in changes:
@@ -99,12 +115,17 @@ class PrioritySampler:
     def kind(self, windows: Windows, where: Where | None) -> Kind:
         if windows.weight != "window":
             raise ValueError(f"weight={windows.weight!r}: priorities decide which windows are drawn")
-        return self._source.kind(windows, where)
+        if windows.boundary in ("pad_left", "pad_both"):
+            raise ValueError(
+                f"boundary={windows.boundary!r}: a window that starts before its episode has no step whose priority"
+                " it could have; use pad_right, short or burn_in"
+            )
+        return self.source.kind(windows, where)
 
     def _tree(self, windows: Windows, where: Where | None) -> _Tree:
         tree = self._trees.get((windows, where))
         if tree is None:
-            tree = self._trees[windows, where] = _Tree(self._source, self.table, windows, where, self.options)
+            tree = self._trees[windows, where] = _Tree(self, windows, where)
             if len(self._trees) > _MAX_KINDS:
                 self._trees.pop(next(iter(self._trees)))
         tree.update(self._masses)
@@ -120,31 +141,31 @@ class PrioritySampler:
         kind = self.kind(windows, among.where)
         tree = self._tree(windows, among.where)
         if not kind.starts.total:
-            raise self._source.no_windows(windows, "that the restrictions allow " if among.where else "")
+            raise self.source.no_windows(windows, "that the restrictions allow " if among.where else "")
         if not tree.total:
             raise DataError("every window that could be drawn has priority 0")
         if self.options.uniform and among.recent_fraction != 1.0:
             raise ValueError("uniform and recent_fraction can't be combined")
         n_uniform = round(batch_size * self.options.uniform)
-        drawn = (
-            tree.draw(batch_size - n_uniform, rng, among, self.options.stratified)
-            if n_uniform < batch_size
-            else None
-        )
-        parts = [drawn] if drawn is not None else []
+        parts = []
+        if n_uniform < batch_size:
+            parts.append(tree.draw(batch_size - n_uniform, rng, among, self.options.stratified))
         if n_uniform:
             parts.append(tree.uniform(n_uniform, rng, among))
-        draw = self._weighted(tree, parts[0] if len(parts) == 1 else _joined(parts), among)
+        drawn = parts[0] if len(parts) == 1 else _joined(parts)
+        draw = self._weighted(tree, drawn, among, n_uniform / batch_size)
         self.n_batches += 1
         return kind, draw
 
-    def _weighted(self, tree: _Tree, drawn: _Drawn, among: Among) -> Draw:
-        u, n, probability = self.options.uniform, tree.n_windows(among), drawn.probability
-        if u:
-            probability = probability * (1 - u) + u / n
+    def _weighted(self, tree: _Tree, drawn: _Drawn, among: Among, uniform: float) -> Draw:
+        """Weights and probabilities of a batch of which the part ``uniform`` is drawn uniformly."""
+        n, probability = tree.n_windows(among), drawn.probability
+        if uniform:
+            probability = probability * (1 - uniform) + uniform / n
         least = probability.min()
         if self.options.normalize == "buffer" and not among.is_recent:
-            least = tree.smallest * (1 - u) + u / n
+            smallest = tree.smallest * ((1 - uniform) * (not uniform or tree.is_all_positive))
+            least = smallest + uniform / n
         weight = (least / probability).pow(self.options.beta_at(self.n_batches)).clamp(max=1.0)
         return replace(drawn.draw, probability=probability, weight=weight.to(torch.float32))
 
@@ -157,15 +178,17 @@ class PrioritySampler:
         self.follow()
         handles, values = _checked(index, priority)
         if values.ndim == 2:
+            self._addresses(handles, is_spread=False)  # the windows' own steps must be there
             handles, values = _spread(handles, values, windows)
         address, kept = self._addresses(handles, is_spread=values.ndim != priority.dim())
         values = values[kept]
         if self.options.duplicates == "max":
             address, values = _largest(address, values)
-        where = torch.from_numpy(address).to(self._source.device)
-        largest = self.table.largest
+        where = torch.from_numpy(address).to(self.source.device)
+        is_outgrown = self._masses.outgrown(values)  # refuses what has no power
+        self._masses.replaced(self.table.get(address), values)
         self.table.set(address, values)
-        if self.table.largest > largest and self._masses.outgrown(self.table):
+        if is_outgrown:
             self._masses.settle(self.n_batches, self.table)
             self._trees = {}
         for tree in self._trees.values():
@@ -191,12 +214,15 @@ class PrioritySampler:
             "n_batches": self.n_batches,
             "n_ignored": self.n_ignored,
             "largest": self.table.largest,
+            "layout": self.table.layout_state(),
             "masses": self._masses.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.n_batches, self.n_ignored = int(state["n_batches"]), int(state["n_ignored"])
+        self.follow()
         self.table.largest = float(state["largest"])
+        self.table.set_layout(state["layout"])
         self._masses.load_state_dict(state["masses"])
         self._trees = {}
 
@@ -239,30 +265,54 @@ class _Masses:
         self._size = 0
         self._ranked_at = 0
         self._ranks: torch.Tensor | None = None  # sorted priorities, for ranks
+        self._is_loose = False  # the largest priority may have become far smaller
 
     def is_stale(self, n_batches: int, table: PriorityTable) -> bool:
         is_ranked = self._options.kind == "rank"
         is_old = is_ranked and (self._ranks is None or n_batches - self._ranked_at >= self._options.rank_every)
-        return self._scale == 0.0 or is_old or self.outgrown(table)
+        return self._scale == 0.0 or is_old or table.size > self._size or self._is_too_loose(table)
 
-    def outgrown(self, table: PriorityTable) -> bool:
-        return table.size > self._size or (
-            self._options.kind != "rank" and self._raw_of(table.largest) > self._limit
-        )
+    def _is_too_loose(self, table: PriorityTable) -> bool:
+        if not self._is_loose or self._options.kind == "rank":
+            return False
+        self._is_loose = False
+        return bool(self.raw_of(table.maximum()) * 2 ** (_HEADROOM + _SLACK) < self._limit)
 
-    def _raw_of(self, priority: float) -> float:
-        return float((priority + self._options.eps) ** self._options.alpha)
+    def outgrown(self, values: Array) -> bool:
+        """Whether new priorities are too large for the scale."""
+        if self._options.kind == "rank" or not len(values):
+            return False
+        return self.raw_of(float(values.max())) > self._limit
+
+    def replaced(self, old: Array, new: Array) -> None:
+        """Take note where one of the largest priorities becomes a far smaller one."""
+        if len(old) and self.raw_of(float(old.max())) * 2 ** (_HEADROOM + 1) >= self._limit:
+            self._is_loose = self.raw_of(float(new.max())) * 2 ** (_HEADROOM + _SLACK) < self._limit
+
+    def raw_of(self, priority: float) -> float:
+        """(p + eps)^alpha.
+
+        Raises:
+            DataError: That is too large a number.
+        """
+        try:
+            raw = float((priority + self._options.eps) ** self._options.alpha)
+        except OverflowError:
+            raw = math.inf
+        if not raw < _LARGEST_RAW:
+            raise DataError(f"priority {priority!r} is too large for alpha={self._options.alpha!r}")
+        return raw
 
     def settle(self, n_batches: int, table: PriorityTable) -> None:
         """Choose the scale anew: the sum of all masses stays below 2**62."""
         self._size = max(2 * table.size, 1 << 20)
         bits = 61 - (self._size - 1).bit_length()
         if self._options.kind == "rank":
-            self._ranks = torch.sort(table.values[: table.size]).values
+            self._ranks = torch.sort(table.of_steps()).values
             self._ranked_at, self._limit = n_batches, 1.0
         else:
-            self._limit = max(self._raw_of(table.largest), 1e-30) * 2**_HEADROOM
-        self._scale = 2.0**bits / self._limit
+            self._limit = max(self.raw_of(table.maximum()), 1e-30) * 2**_HEADROOM
+        self._scale, self._is_loose = 2.0**bits / self._limit, False
 
     def of(self, priority: torch.Tensor) -> torch.Tensor:
         """Masses of raw priorities; that of 0 is 0, others have at least 1."""
@@ -291,44 +341,25 @@ class _Masses:
 
 
 class _Tree:
-    """The masses of one kind of window: one leaf a row, positive where a window can start.
+    """The masses of one kind of window: one leaf a row, positive where a window can start."""
 
-    Windows that start before their episode (padded at the left) share the leaf of its first step, which has so many
-    times the mass; which of them it is, is drawn.
-    """
-
-    def __init__(
-        self, source: Assembler, table: PriorityTable, windows: Windows, where: Where | None, options: Priorities
-    ) -> None:
-        self._source = source
-        self._table = table
+    def __init__(self, owner: PrioritySampler, windows: Windows, where: Where | None) -> None:
+        source = self._source = owner.source
+        self._owner = owner
+        self._table = owner.table
         self._windows = windows
         self._where = where
-        self._options = options
-        self._tree = SumTree(
-            source.device, compiled=source.kernels is not None, with_min=options.normalize == "buffer"
-        )
+        with_min = owner.options.normalize == "buffer"
+        self._tree = SumTree(source.device, compiled=source.kernels is not None, with_min=with_min)
         self._seen = (-1, -1, -1)  # generation, version of the index, layout of the table
         self._n_closed = self._n_heads = 0
         self._marks = np.empty(0, np.int64)  # by source: rows below were evicted
         self._tail = np.empty((3, 0), np.int64)  # stream, episode and t where valid starts stop, of open episodes
-        self._counted = (-1, 0)  # version of the index, leaves at which a window can start
         self.kind = source.kind(windows, where)
 
     @property
     def total(self) -> int:
         return int(self._tree.total)
-
-    @property
-    def n_valid(self) -> int:
-        """Leaves at which a window can start."""
-        if self._windows.boundary not in _SHARING:
-            return self.kind.starts.total
-        index = self._source.index
-        if self._counted[0] != index.version:
-            first, stop = self._valid(np.arange(index.first, index.n))
-            self._counted = index.version, int((stop - first).sum())
-        return self._counted[1]
 
     # ---- following the index
 
@@ -359,31 +390,15 @@ class _Tree:
             if mark > before:
                 low, high = self._table.range_of(source, before, int(mark))
                 self._tree.put_range(low, torch.zeros(high - low, dtype=torch.int64, device=self._source.device))
-        if self._windows.lead or self._windows.boundary in _SHARING:
+        if self._windows.lead or self._windows.boundary == "short":
             entry = np.arange(self._source.index.first, min(stop, self._n_closed))
             self._clear(entry, np.zeros_like(entry), self.kind.starts.lengths_of(entry))
             self._set(entry, *self._valid(entry), masses)
 
     def _valid(self, entry: Array) -> tuple[Array, Array]:
         """Positions at which windows can start, from and to, of index entries."""
-        starts, spec = self.kind.starts, self._windows
-        count = starts.counts(entry)
-        if spec.boundary == "pad_both":
-            high = starts.usable_of(entry)
-        elif spec.boundary == "pad_left":
-            high = np.where(count > 0, (starts.usable_of(entry) - spec.reach).clip(1), 0)
-        else:
-            high = count + np.where(count > 0, spec.lead, 0)
-        return np.minimum(spec.lead, high), np.where(count > 0, high, 0)
-
-    def _shared(self, entry: Array) -> Array:
-        """How many windows share the first step of index entries."""
-        n, spec = self.kind.starts.usable_of(entry), self._windows
-        if spec.boundary == "pad_left":
-            return np.minimum(n, spec.reach + 1).clip(1)
-        if spec.boundary == "pad_both":
-            return (spec.length - 1) * n.clip(max=spec.stride) + 1
-        return np.ones(len(entry), np.int64)
+        count, lead = self.kind.starts.counts(entry), self._windows.lead
+        return np.where(count > 0, lead, 0), np.where(count > 0, count + lead, 0)
 
     def _extend(self, masses: _Masses) -> None:
         """Add the starts that are new: of episodes that ended or came since, and of those that are open."""
@@ -393,14 +408,20 @@ class _Tree:
         done = np.zeros(len(entry), np.int64)
         stream, episode, t_stop = self._tail
         was_open = index.find(stream, episode)
+        for i in np.flatnonzero(was_open < 0):  # aborted, or evicted whole: rare
+            low_high = self._table.ranges_of(int(stream[i]), int(episode[i]))
+            for low, high in low_high:
+                self._tree.put_range(low, torch.zeros(high - low, dtype=torch.int64, device=self._source.device))
         here = was_open >= self._n_closed
         was_open = was_open[here]
         done[was_open - self._n_closed] = (t_stop[here] - index.t_base.host[was_open]).clip(0)
         lost = done > stop  # what ended without a successor may have lost its last start
         self._clear(entry[lost], stop[lost], done[lost])
-        if self._windows.lead or self._windows.boundary in _SHARING:
+        if self._windows.lead:
             done[:] = 0  # evictions and more steps change what the first steps count
             self._clear(entry, np.zeros_like(entry), np.minimum(first, self.kind.starts.lengths_of(entry)))
+        if self._owner.options.over != "start":
+            done = done - self._windows.reach  # windows near the old end have more steps now
         self._set(entry, np.maximum(first, np.minimum(done, stop)), stop, masses)
 
     def _clear(self, entry: Array, first: Array, stop: Array) -> None:
@@ -415,7 +436,9 @@ class _Tree:
         entry = np.arange(index.first, index.n)
         first, stop = self._valid(entry)
         sums = np.cumsum(stop - first)
-        cuts = np.searchsorted(sums, np.arange(0, int(sums[-1]) if len(sums) else 0, _PIECE), side="left")
+        if not len(sums) or not sums[-1]:
+            return
+        cuts = np.searchsorted(sums, np.arange(0, int(sums[-1]), _PIECE), side="left")
         for low, high in zip(cuts, np.append(cuts[1:], len(entry)), strict=True):
             piece = slice(int(low), int(high))
             self._set(entry[piece], first[piece], stop[piece], masses)
@@ -428,9 +451,6 @@ class _Tree:
         address = self._table.addresses(entry[owner], position)
         where = torch.from_numpy(address).to(self._source.device)
         mass = masses.of(self._priority(entry[owner], position, where))
-        if self._windows.boundary in _SHARING:
-            times = np.where(position == 0, self._shared(entry)[owner], 1)
-            mass = mass * torch.from_numpy(times).to(mass.device)
         if len(address) == address[-1] - address[0] + 1 and (np.diff(address) == 1).all():
             self._tree.put_range(int(address[0]), mass)
         else:
@@ -438,32 +458,44 @@ class _Tree:
 
     def _priority(self, entry: Array, position: Array, address: torch.Tensor) -> torch.Tensor:
         """Priorities of the windows that start at positions."""
-        over, spec = self._options.over, self._windows
+        over, spec = self._owner.options.over, self._windows
         if over == "start" or spec.length == 1:
             return self._table.values[address]
         steps = position[:, None] + np.arange(spec.length) * spec.stride
-        n = self.kind.starts.lengths_of(entry)[:, None]
-        inside = np.minimum(steps, n - 1)
-        where = self._table.addresses(np.repeat(entry, spec.length), inside.ravel()).reshape(steps.shape)
+        owner, inside, exists = self._learned(entry, steps)
+        where = self._table.addresses(owner.ravel(), inside.ravel()).reshape(steps.shape)
         values = self._table.values[torch.from_numpy(where).to(address.device)]
-        exists = torch.from_numpy(inside == steps).to(address.device)
-        largest = values.masked_fill(~exists, 0.0).amax(1)
-        mean = (values * exists).sum(1) / exists.sum(1)
+        is_there = torch.from_numpy(exists).to(address.device)
+        largest = values.masked_fill(~is_there, 0.0).amax(1)
+        mean = (values * is_there).sum(1) / is_there.sum(1)
         eta = {"max": 1.0, "mean": 0.0}[over] if isinstance(over, str) else over
         return largest * eta + mean * (1 - eta)
 
+    def _learned(self, entry: Array, steps: Array) -> tuple[Array, Array, Array]:
+        """Where steps of windows lie, and which are learned from."""
+        starts = self.kind.starts
+        if starts.chains is None:
+            n = starts.usable_of(entry)[:, None]
+            inside = np.minimum(steps, n - 1)
+            return np.broadcast_to(entry[:, None], steps.shape), inside, inside == steps
+        device = self._source.device
+        found = starts.chains.steps(torch.from_numpy(entry).to(device), torch.from_numpy(steps).to(device))
+        owner, inside = found.entry.cpu().numpy(), found.position.cpu().numpy()
+        usable = starts.usable_of(owner.ravel()).reshape(owner.shape)
+        return owner, inside, found.exists.cpu().numpy() & (inside < usable)
+
     def put(self, where: torch.Tensor, address: Array, masses: _Masses) -> None:
         """Take over changed priorities of steps."""
-        if not len(address) or self._seen[1] != self._source.index.version:
-            self._seen = (-1, -1, -1) if len(address) else self._seen  # behind the index: made anew when asked for
+        is_simple = self._owner.options.over == "start" or self._windows.length == 1
+        is_behind = self._seen[1] != self._source.index.version
+        if is_behind or (not is_simple and self.kind.starts.chains is not None):
+            self._seen = (-1, -1, -1) if len(address) else self._seen  # made anew when it is asked for
             return
-        if self._options.over == "start" or self._windows.length == 1:
+        if not len(address):
+            return
+        if is_simple:
             old = self._tree.get(where)
             mass = masses.of(self._table.values[where])
-            if self._windows.boundary in _SHARING:
-                entry, position = self._table.steps(address)
-                times = np.where(position == 0, self._shared(entry), 1)
-                mass = mass * torch.from_numpy(times).to(mass.device)
             self._put_valid(where, address, old, mass)
             return
         self._put_windows(address, masses)
@@ -486,8 +518,6 @@ class _Tree:
         start = (position[:, None] - np.arange(spec.length) * spec.stride).ravel()
         owner = np.repeat(entry, spec.length)
         first, stop = self._valid(owner)
-        # Windows that begin before the episode count at its first step.
-        start = np.maximum(start, 0) if spec.boundary in _SHARING else start
         good = (start >= first) & (start < stop)
         pairs = np.unique(np.stack([owner[good], start[good]]), axis=1)
         order = np.lexsort((pairs[1], pairs[0]))
@@ -509,11 +539,6 @@ class _Tree:
         entry, position = self._table.steps(leaf.cpu().numpy())
         device = self._source.device
         entries, start = (torch.from_numpy(a).to(device) for a in (entry, position))
-        if self._windows.boundary in _SHARING:
-            times = torch.from_numpy(np.where(position == 0, self._shared(entry), 1)).to(device)
-            number = rng.below(len(times), times, device)
-            first = self._windows.start(number, self.kind.starts.usable(entries))
-            start, probability = torch.where(times > 1, first, start), probability / times
         return _Drawn(self.kind.starts.with_n(Draw(entries, start), rng), probability)
 
     def _first_recent(self, among: Among) -> int:
@@ -552,16 +577,16 @@ class _Tree:
         probability = self._probability(self._tree.get(address))
         if among.is_recent:
             probability = probability * (self._tree.total.to(torch.float64) / float(self._recent(among)[1].sum()))
-        if self._windows.boundary in _SHARING:
-            times = np.where(start <= 0, self._shared(entry), 1)
-            probability = probability / torch.from_numpy(times).to(probability.device)
         return _Drawn(draw, probability)
 
     def n_windows(self, among: Among) -> int:
-        """How many windows there are to draw from; those of priority 0 count only if some are drawn uniformly."""
-        if self._options.uniform or among.is_recent:
-            return self.kind.starts.total - self._first_recent(among)
-        return self.kind.starts.total - self.n_valid + int(self._tree.n_positive)
+        """How many windows there are."""
+        return self.kind.starts.total - self._first_recent(among)
+
+    @property
+    def is_all_positive(self) -> bool:
+        """No window has priority 0."""
+        return int(self._tree.n_positive) == self.kind.starts.total
 
     @property
     def smallest(self) -> torch.Tensor:
@@ -618,6 +643,9 @@ def _checked(index: torch.Tensor, priority: torch.Tensor) -> tuple[Array, Array]
     if bad.any():
         where = tuple(int(i[0]) for i in np.nonzero(bad))
         raise DataError(f"priority {list(where)}: expected a finite number of at least 0, got {values[where]}")
+    if (values == 0).any():  # only what was 0 before it was rounded means never
+        was_positive = (priority.detach() > 0).cpu().numpy() & (values == 0)
+        values = np.where(was_positive, np.finfo(np.float32).smallest_subnormal, values)
     return index.cpu().numpy(), values
 
 

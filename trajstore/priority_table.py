@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from trajstore.errors import CorruptionError
 from trajstore.growing import Growing
 from trajstore.index import HAS_FINAL, EpisodeIndex
 from trajstore.schema import Array
@@ -31,7 +32,7 @@ class PriorityTable:
 
     def __init__(self, index: EpisodeIndex, initial: float | None) -> None:
         self._index = index
-        self._initial = initial  # None: the largest so far
+        self.initial = initial  # of new rows; None: the largest so far
         self._device = index.device
         self.values = torch.zeros(0, dtype=torch.float32, device=self._device)
         self.size = self.layout = 0
@@ -75,7 +76,7 @@ class PriorityTable:
             self._make_room(int(source), int(rows[source]))
         for source in np.flatnonzero(rows > self.n_rows):
             start, stop = self._base[source] + self.n_rows[source], self._base[source] + rows[source]
-            self.values[start:stop] = self.largest if self._initial is None else self._initial
+            self.values[start:stop] = self.largest if self.initial is None else self.initial
             self._dirty.append((int(source), np.arange(self.n_rows[source], rows[source])))
             self.n_rows[source] = rows[source]
 
@@ -193,13 +194,85 @@ class PriorityTable:
             if len(chosen):
                 self._dirty.append((int(source), chosen - low))
 
+    def get(self, address: Array) -> Array:
+        """Priorities at addresses, on the host."""
+        if self._device.type == "cpu":
+            found: Array = self.values.numpy()[address]
+            return found
+        return self.values[torch.from_numpy(address).to(self._device)].cpu().numpy()
+
+    def maximum(self) -> float:
+        """The largest priority there is; looks at all of them."""
+        return float(self.values[: self.size].max()) if self.size else self.largest
+
+    def of_steps(self) -> torch.Tensor:
+        """Priorities of all steps in the index."""
+        index = self._index
+        entry = np.arange(index.first, index.n)
+        n = index.lengths(index.first, index.n)
+        owner = np.repeat(entry, n)
+        position = np.arange(len(owner)) - np.repeat(np.cumsum(n) - n, n)
+        return self.values[torch.from_numpy(self.addresses(owner, position)).to(self._device)]
+
+    def ranges_of(self, stream: int, episode: int) -> list[tuple[int, int]]:
+        """Addresses of an episode's rows, whether it is in the index or not; looks at all spans of its stream."""
+        found = []
+        for source in np.flatnonzero(self._streams == stream).tolist():
+            spans = self._parts[source]
+            mine = spans[spans[:, 0] == episode]
+            found += [self.range_of(source, start, stop) for start, stop in mine[:, 3:5].tolist()]
+        return found
+
+    def check(self, stored: Mapping[str, Array]) -> None:
+        """Refuse stored values that are no priorities, and know the largest.
+
+        Raises:
+            CorruptionError: Something else stands there.
+        """
+        for stream, values in stored.items():
+            is_good = values.dtype == np.float32 and values.ndim == 1
+            if not is_good or not (np.isfinite(values) & (values >= 0)).all():
+                raise CorruptionError(
+                    f"priorities of stream '{stream}': expected finite float32 of at least 0 a row"
+                )
+            self.largest = max(self.largest, float(values.max(initial=0.0)))
+
+    def layout_state(self) -> dict[str, tuple[int, int]]:
+        """Where the range of each stream begins, and its room: draws go by address."""
+        return {name: (int(self._base[n + 1]), int(self._room[n + 1])) for name, n in self._index.numbers.items()}
+
+    def set_layout(self, state: Mapping[str, tuple[int, int]]) -> None:
+        """Lay the ranges as another table had them; streams that it did not know follow."""
+        self._settle_changes()
+        old, base = self.values, self._base.copy()
+        known = {
+            self._index.numbers[name] + 1: place for name, place in state.items() if name in self._index.numbers
+        }
+        size = max((start + room for start, room in known.values()), default=0)
+        self._room[:] = [known.get(source, (0, int(room)))[1] for source, room in enumerate(self._room)]
+        for source in range(len(base)):
+            self._base[source] = known[source][0] if source in known else size
+            self._room[source] = max(self._room[source], 0 if source in known else self.n_rows[source])
+            size += 0 if source in known else int(self._room[source])
+        self.values = torch.zeros(size + size // 8, dtype=torch.float32, device=self._device)
+        self.size = size
+        for source in np.flatnonzero(self.n_rows).tolist():
+            n, to, at = int(self.n_rows[source]), int(self._base[source]), int(base[source])
+            if n > self._room[source]:
+                self._make_room(source, n)
+                to = int(self._base[source])
+            self.values[to : to + n] = old[at : at + n]
+        self.layout += 1
+
+    def restore_changes(self, changes: Mapping[int, Array]) -> None:
+        """Take back what `take_changes` gave: it could not be saved."""
+        self._dirty += list(changes.items())
+
     def load(self, rows: Mapping[int, tuple[int, Array]]) -> None:
         """Take over stored values: by source, the first row and the values from there on."""
         for source, (first, values) in rows.items():
             start = int(self._base[source]) + first
             self.values[start : start + len(values)] = torch.from_numpy(values).to(self._device)
-            if len(values):
-                self.largest = max(self.largest, float(values.max()))
 
     def take_changes(self) -> dict[int, Array]:
         """Rows whose value was set since this was last asked, by source, each once and in order."""

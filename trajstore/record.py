@@ -171,16 +171,21 @@ class ColumnState:
             raise FormatError(f"a column holds rows {counts['first']} to {counts['stop']}")
         return ColumnState(dtype=field_.dtype, shape=field_.shape, **counts)
 
+    def paths(self, target: str, name: str, generation: int | None = None) -> tuple[str, str, str]:
+        """Its three arrays: values, and rows and values of changes. Generations take turns in two places."""
+        place = (self.generation if generation is None else generation) % 2
+        prefix = f"columns/{target}/{name}/{place}"
+        return f"{prefix}/values", f"{prefix}/delta_rows", f"{prefix}/delta_values"
+
     def lengths(self, target: str, name: str) -> dict[str, int]:
-        """Its arrays, by path, and how long they are."""
-        prefix = f"columns/{target}/{name}/{self.generation}"
-        n = self.stop - self.first
-        return {f"{prefix}/values": n, f"{prefix}/delta_rows": self.deltas, f"{prefix}/delta_values": self.deltas}
+        """The arrays in both places, by path, and how long they are; the one not in use is empty."""
+        used = dict(zip(self.paths(target, name), (self.stop - self.first, self.deltas, self.deltas), strict=True))
+        return used | dict.fromkeys(self.paths(target, name, self.generation + 1), 0)
 
     def layouts(self, target: str, name: str) -> dict[str, ArrayLayout]:
         values = ArrayLayout.of(Field(self.dtype, self.shape))
         rows = ArrayLayout(np.dtype("int64"), (), _SPAN_CHUNK_ROWS, Codec.parse("blosc-lz4:5"))
-        return dict(zip(self.lengths(target, name), (values, rows, values), strict=True))
+        return dict(zip(self.lengths(target, name), (values, rows, values) * 2, strict=True))
 
 
 Columns = Mapping[str, Mapping[str, ColumnState]]  # by target stream and name
@@ -323,7 +328,7 @@ def _columns(data: Mapping[str, Any]) -> dict[str, dict[str, ColumnState]]:
 
 
 def is_column_name(name: object) -> bool:
-    return isinstance(name, str) and _COLUMN_NAME.match(name) is not None
+    return isinstance(name, str) and _COLUMN_NAME.match(name) is not None and name != "zarr.json"
 
 
 def _count(value: object) -> int:

@@ -208,18 +208,50 @@ class Snapshot:
             arrays[path] = widen_bfloat16(rows) if schema[path].dtype == "bfloat16" else rows
         return nest(arrays)
 
-    def column(self, name: str) -> dict[str, tuple[int, Array]]:
+    def column(self, name: str, targets: Iterable[str] | None = None) -> dict[str, tuple[int, Array]]:
         """Values of a derived column, by stream: the row of the first, and the values; rows never set are 0.
 
-        Where several writers have put it, the newest counts.
+        Where several writers have put it, the newest counts. Rows that this snapshot does not have are left out.
+
+        Args:
+            name: Of the column.
+            targets: Ids of the streams to read it for; all by default.
+
+        Raises:
+            SnapshotExpiredError: It was written anew since; refresh the store.
         """
-        found: dict[str, tuple[int, Array]] = {}
-        for stream in self._streams.values():  # oldest first
-            for target, named in stream.record.columns.items():
-                if name in named and target in self._streams:
-                    n_rows = self._streams[target].record.rows
-                    found[target] = _read_column(stream.reader, target, name, n_rows)
-        return found
+        wanted = set(self._streams if targets is None else targets) & self._streams.keys()
+        newest = {
+            target: stream.reader
+            for stream in self._streams.values()  # oldest first
+            for target, named in stream.record.columns.items()
+            if name in named and target in wanted
+        }
+        return {target: self._read_column(reader, target, name) for target, reader in newest.items()}
+
+    def _read_column(self, reader: StreamReader, target: str, name: str) -> tuple[int, Array]:
+        state, n_rows = reader.record.columns[target][name], self._streams[target].record.rows
+        lengths = state.lengths(target, name)
+        try:
+            values, rows, changes = (reader.read_rows(path, 0, lengths[path]) for path in state.paths(target, name))
+        finally:
+            # Generations take turns in two places. Once the next is published, this one may be overwritten.
+            fresh = _read_records(self._storage, [reader.record.id]).get(reader.record.id)
+            now = fresh.columns.get(target, {}).get(name) if fresh is not None else None
+            if now is not None and now.generation > state.generation:
+                raise SnapshotExpiredError(
+                    f"column '{name}' of stream '{target}' was written anew; refresh the store"
+                )
+        stop = max(state.stop, int(rows.max()) + 1 if len(rows) else 0)
+        if stop > n_rows:  # newer than what is known of the target, or nonsense
+            known = _read_records(self._storage, [target]).get(target)
+            if known is None or stop > known.rows:
+                raise CorruptionError(
+                    f"column '{name}' of stream '{target}' has rows up to {stop}, the stream has not"
+                )
+        if len(rows) and rows.min() < state.first:
+            raise CorruptionError(f"column '{name}' of stream '{target}' has changes before its first row")
+        return state.first, _changed(values, state.first, rows, changes, n_rows)
 
     def _read(self, path: str, spans: Sequence[Any], start: int, stop: int) -> Array:
         streams = list(self._streams.values())
@@ -280,21 +312,19 @@ def _check_schemas(storage: Storage, schema: Schema | None, streams: Iterable[_S
             )
 
 
-def _read_column(reader: StreamReader, target: str, name: str, n_rows: int) -> tuple[int, Array]:
-    state = reader.record.columns[target][name]
-    paths = state.lengths(target, name)
-    values, rows, changes = (reader.read_rows(path, 0, n) for path, n in paths.items())
+def _changed(values: Array, first: int, rows: Array, changes: Array, n_rows: int) -> Array:
+    """Values from row ``first`` on, with changes of single rows, as far as there are rows."""
+    kept = rows < n_rows
+    rows, changes = rows[kept], changes[kept]
+    values = values[: max(0, n_rows - first)]
     if not len(rows):
-        return state.first, values
-    stop = int(rows.max()) + 1
-    if rows.min() < state.first or max(stop, state.stop) > n_rows:
-        raise CorruptionError(f"column '{name}' of stream '{target}' has changes outside of its rows")
-    grown = np.zeros((max(stop - state.first, len(values)), *values.shape[1:]), values.dtype)
+        return values
+    grown = np.zeros((max(int(rows.max()) + 1 - first, len(values)), *values.shape[1:]), values.dtype)
     grown[: len(values)] = values
     # In order: of several changes to a row the last one counts, which numpy's assignment does not promise.
     last = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
-    grown[rows[last] - state.first] = changes[last]
-    return state.first, grown
+    grown[rows[last] - first] = changes[last]
+    return grown
 
 
 def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:

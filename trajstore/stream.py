@@ -230,13 +230,6 @@ class _Column:
 
         return make
 
-    def objects(self) -> list[str]:
-        """Keys of everything that the array consists of."""
-        n_chunks = -(-self.rows // self._layout.chunk_rows)
-        return [f"{self._prefix}/{self._layout.chunk_key(i)}" for i in range(n_chunks)] + [
-            f"{self._prefix}/zarr.json"
-        ]
-
     def advance(self, n: int, versions: Mapping[str, str]) -> None:
         """Take over the state after ``n`` appended rows became durable."""
         self.rows += n
@@ -288,6 +281,9 @@ class StreamAppender:
         self._record_version = ABSENT
         self._is_born = False
         self._tried: Batch | None = None  # the batch of the last commit, failed or not
+        self._settled: dict[str, dict[str, ColumnState]] = {}  # derived columns after it
+        self._with_nodes: set[str] = set()  # columns whose nodes were put
+        self._are_announced = False
         self._columns = {
             path: _Column(path, f"streams/{record.id}/{path}", layout) for path, layout in record.layouts.items()
         }
@@ -295,13 +291,22 @@ class StreamAppender:
     def commit(self, batch: Batch) -> None:
         """Write the batch's chunks, then publish them all at once by replacing the commit record."""
         self._be_born()
-        columns = self._settle_columns(batch)
-        new = self._new_rows(batch)
+        if self._tried is not batch:  # a second try goes on with the arrays of the first
+            self._are_announced = False
+        if not self._are_announced:
+            self._announce_columns(batch)
+            self._settled = self._settle_columns(batch)
+            self._are_announced = True
+        columns, new = self._settled, self._new_rows(batch)
         # A second try may find the first one's record published after all: then readers are looking.
         expect = OWN if self._tried is batch else UNSEEN
         self._tried = batch
-        puts = [put for path, rows in new.items() for put in self._columns[path].puts(rows, expect)]
-        puts += self._column_nodes(columns)
+        puts = [
+            put
+            for path, rows in new.items()
+            # Places of columns are used again, and read by those who have an older record.
+            for put in self._columns[path].puts(rows, ANY if path.startswith("columns/") else expect)
+        ]
         # Chunks first, record last: until the record names them no reader looks at the new rows,
         # so a crash here leaves garbage past the end, never a torn episode.
         versions = self._storage.put_many(puts)
@@ -318,26 +323,39 @@ class StreamAppender:
         self._publish(record)
         for path, rows in new.items():
             self._columns[path].advance(len(rows), versions)
-        self._drop_generations()
 
     def _settle_columns(self, batch: Batch) -> dict[str, dict[str, ColumnState]]:
-        """The state of all derived columns after a batch; new generations get arrays."""
+        """The state of all derived columns after a batch; arrays of a new generation begin anew."""
         columns = {target: dict(named) for target, named in self.record.columns.items()}
         for change in batch.columns:
-            named = columns.setdefault(change.target, {})
-            old, n = named.get(change.name), len(change.values)
-            if change.rows is None:
-                dtype, shape = str(change.values.dtype), change.values.shape[1:]
-                generation = old.generation + 1 if old else 0
-                state = ColumnState(generation, dtype, shape, change.first, change.first + n, 0)
-            else:
-                assert old is not None
-                state = replace(old, deltas=old.deltas + n)
+            named = columns[change.target]
+            old, n = named[change.name], len(change.values)
+            if change.rows is not None:
+                named[change.name] = replace(old, deltas=old.deltas + n)
+                continue
+            generation = old.generation + 1
+            state = replace(old, generation=generation, first=change.first, stop=change.first + n, deltas=0)
             named[change.name] = state
-            for path, layout in state.layouts(change.target, change.name).items():
-                if path not in self._columns:
-                    self._columns[path] = _Column(path, f"streams/{self.record.id}/{path}", layout)
+            layouts = state.layouts(change.target, change.name)
+            for path in state.paths(change.target, change.name):
+                self._columns[path] = _Column(path, f"streams/{self.record.id}/{path}", layouts[path])
         return columns
+
+    def _announce_columns(self, batch: Batch) -> None:
+        """Publish columns that are new, empty, then the nodes of their arrays: none is there without its record."""
+        columns = {target: dict(named) for target, named in self.record.columns.items()}
+        for change in batch.columns:
+            old = columns.setdefault(change.target, {}).get(change.name)
+            dtype, shape = str(change.values.dtype), change.values.shape[1:]
+            if old is None or (change.rows is None and (old.dtype, old.shape) != (dtype, shape)):
+                generation = old.generation + 1 if old else 0
+                columns[change.target][change.name] = ColumnState(generation, dtype, shape, 0, 0, 0)
+        if columns != self.record.columns:
+            self._publish(replace(self.record, columns=columns, layouts=self._layouts(columns)))
+        new = {f"columns/{c.target}/{c.name}" for c in batch.columns} - self._with_nodes
+        if new:
+            self._storage.put_many(self._column_nodes())
+            self._with_nodes |= new
 
     def _layouts(self, columns: Columns) -> dict[str, ArrayLayout]:
         layouts = {path: layout for path, layout in self.record.layouts.items() if not path.startswith("columns/")}
@@ -346,37 +364,13 @@ class StreamAppender:
                 layouts |= state.layouts(target, name)
         return layouts
 
-    def _column_nodes(self, columns: Columns) -> list[Put]:
-        """Metadata of the arrays of new generations, for whoever opens them by their own path."""
-        record = replace(self.record, columns=columns, layouts=self._layouts(columns))
-        known = self.record.nodes()
+    def _column_nodes(self) -> list[Put]:
+        """Metadata of the arrays of columns, for whoever opens them by their own path."""
         return [
             Put(f"streams/{self.record.id}/{path}/zarr.json", lambda node=node: dump_json(node))  # type: ignore[misc]
-            for path, node in record.nodes().items()
-            if path.startswith("columns") and path not in known
+            for path, node in self.record.nodes().items()
+            if path.split("/")[0] == "columns"
         ]
-
-    def _drop_generations(self) -> None:
-        """Delete generations older than the one before the newest: nobody reads them any more."""
-        old = [
-            path
-            for path in self._columns
-            if path.startswith("columns/") and self._generation(path) < self._newest_generation(path) - 1
-        ]
-        keys = [key for path in old for key in self._columns[path].objects()]
-        keys += {f"streams/{self.record.id}/{path.rpartition('/')[0]}/zarr.json" for path in old}
-        if keys:
-            self._storage.delete(keys)
-        for path in old:
-            del self._columns[path]
-
-    @staticmethod
-    def _generation(path: str) -> int:
-        return int(path.split("/")[3])
-
-    def _newest_generation(self, path: str) -> int:
-        _, target, name, _, _ = path.split("/")
-        return self.record.columns[target][name].generation
 
     def seal(self) -> None:
         """Declare the stream finished, and give its arrays their final shapes of their own.
@@ -424,15 +418,12 @@ class StreamAppender:
         new["spans/floats"] = Rows(batch.span_floats)
         new["spans/text"] = Rows(np.frombuffer(batch.text, np.uint8))
         for change in batch.columns:
-            old = self.record.columns.get(change.target, {}).get(change.name)
+            state = self._settled[change.target][change.name]
+            values, delta_rows, delta_values = state.paths(change.target, change.name)
             if change.rows is None:
-                prefix = f"columns/{change.target}/{change.name}/{old.generation + 1 if old else 0}"
-                new[f"{prefix}/values"] = Rows(change.values)
+                new[values] = Rows(change.values)
             else:
-                assert old is not None
-                prefix = f"columns/{change.target}/{change.name}/{old.generation}"
-                new[f"{prefix}/delta_rows"] = Rows(change.rows)
-                new[f"{prefix}/delta_values"] = Rows(change.values)
+                new |= {delta_rows: Rows(change.rows), delta_values: Rows(change.values)}
         return {path: rows for path, rows in new.items() if len(rows)}
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.chunks import MAX_ROWS
 from trajstore.episodes import EpisodeKey, Handle, Handles
 from trajstore.errors import ClosedError, DataError, StepPlacedError, TrajstoreError
 from trajstore.intake import Intake, Step, leading_shape
@@ -96,7 +97,7 @@ class Writer:
         self._intake = Intake(schema)
         self._lanes = Lanes()
         self._counts = dict.fromkeys(("steps", "dropped_steps", "aborted_episodes", "cut_episodes"), 0)
-        self._put_columns: set[tuple[str, str]] = set()
+        self._put_columns: dict[tuple[str, str], tuple[int, Field]] = {}  # first row and kind of what was put
         self._pipeline = Pipeline(
             parse_bytes(options.buffer_bytes, "buffer_bytes"),
             lambda: self._intake.schema,
@@ -332,18 +333,31 @@ class Writer:
             first: Row of the first value.
             rows: The rows, where only some change; this writer has put the column before.
         """
-        if not is_column_name(name) or not is_stream_id(target):
+        if not is_column_name(name) or not isinstance(target, str) or not is_stream_id(target):
             raise DataError(f"column {name!r} of stream {target!r}: expected a plain name and a stream id")
-        if rows is not None and (rows.dtype != np.int64 or rows.shape != values.shape[:1]):
-            raise DataError(
-                f"column '{name}': expected int64 rows of shape {values.shape[:1]}, got {rows.dtype} {rows.shape}"
-            )
-        Field(str(values.dtype), values.shape[1:])  # raises what the schema would
+        if not isinstance(values, np.ndarray) or values.ndim == 0:
+            raise DataError(f"column '{name}': expected an array with one value a row, got {values!r:.60}")
+        if not isinstance(first, int) or isinstance(first, bool) or not 0 <= first <= MAX_ROWS - len(values):
+            raise DataError(f"column '{name}': expected a row to begin with, got first={first!r}")
+        kind = Field(str(values.dtype), values.shape[1:])  # raises what the schema would
         with self._call():
-            if rows is not None and (target, name) not in self._put_columns:
-                raise DataError(f"column '{name}' of stream '{target}': rows can be changed once it was put whole")
-            self._put_columns.add((target, name))
+            if rows is not None:
+                self._check_change(name, target, kind, rows, values)
+            else:
+                self._put_columns[target, name] = first, kind
             self._pipeline.put_column(ColumnChange(target, name, values, first, rows))
+
+    def _check_change(self, name: str, target: str, kind: Field, rows: Array, values: Array) -> None:
+        if (target, name) not in self._put_columns:
+            raise DataError(f"column '{name}' of stream '{target}': rows can be changed once it was put whole")
+        first, known = self._put_columns[target, name]
+        if not isinstance(rows, np.ndarray) or rows.dtype != np.int64 or rows.shape != values.shape[:1]:
+            raise DataError(f"column '{name}': expected int64 rows of shape {values.shape[:1]}, got {rows!r:.60}")
+        if (kind.dtype, kind.shape) != (known.dtype, known.shape):
+            was, came = (f"{k.dtype} of shape {k.shape}" for k in (known, kind))
+            raise DataError(f"column '{name}': expected values as it was put, {was}, got {came}")
+        if len(rows) and not first <= rows.min() <= rows.max() < MAX_ROWS:
+            raise DataError(f"column '{name}': expected rows from {first} on, got {rows.min()} to {rows.max()}")
 
     def commit(self) -> None:
         """Make everything appended so far durable and visible; returns when it is."""
