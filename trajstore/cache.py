@@ -251,7 +251,7 @@ class Column:
         if n == self.n_slots:
             return
         kept = min(n, self.n_slots)
-        arena = torch.empty((n, self.page_rows, *self.row_shape), dtype=self._dtype, device=self._device)
+        arena = self._new_arena(n)
         arena[:kept] = self._arena[:kept]
         self.forget(self._slot_page[kept:][self._slot_page[kept:] >= 0])
         self._set_arena(arena)
@@ -260,6 +260,13 @@ class Column:
         live = np.arange(self.n_live_pages)
         self.settle(self.missing(live), self.missing(live), PINNED)
         self.n_pinned = int((self._slot_tick == PINNED).sum())
+
+    def _new_arena(self, n: int) -> torch.Tensor:
+        shape = (n, self.page_rows, *self.row_shape)
+        if self._device.type != "cpu" or not n:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        # numpy asks for huge pages, torch does not: random reads of a large arena are a fifth faster with them.
+        return torch.from_numpy(np.empty(n * self.page_bytes, np.uint8)).view(self._dtype).view(shape)
 
     def forget(self, pages: Array) -> None:
         """Make pages absent; their slots are free."""

@@ -147,12 +147,18 @@ class Planner:
     def _compiled_steps(self, draw: Draw) -> _Steps:
         assert self._kernels is not None
         index, shape = self._index, (len(draw.entry), self._spec.size)
-        block, inside = torch.empty((len(MASKS), *shape), dtype=torch.bool), torch.empty(shape, dtype=torch.int64)
-        handles = torch.empty((shape[0], 3), dtype=torch.int64)
-        rows = Rows(torch.empty(shape, dtype=torch.int32), torch.empty(shape, dtype=torch.int64))
-        outputs = block.numpy(), inside.numpy(), handles.numpy(), rows.row.numpy(), rows.source.numpy()
+        # numpy gives out memory in a fraction of the time that torch takes, and there are many small arrays.
+        integers = np.empty((2, *shape), np.int64)
+        outputs = (
+            np.empty((len(MASKS), *shape), np.bool_),
+            integers[0],
+            np.empty((shape[0], 3), np.int64),
+            integers[1],
+            np.empty(shape, np.int32),
+        )
         self._kernels.frame(draw.entry.numpy(), draw.start.numpy(), *self._constants, *index.facts(), *outputs)
-        masks = block.unbind(0)
+        block, inside, handles, row, source = map(torch.from_numpy, outputs)
+        rows, masks = Rows(source, row), block.unbind(0)
         exists = None if self._spec.is_inside else masks[0]
         if not self._needs_facts:
             return _Steps(draw.entry, inside, exists, _NOTHING, _NOTHING, masks, handles, rows)

@@ -188,11 +188,12 @@ class Starts:
         if self._kernels is None or self._spec.weight != "window":
             number = rng.below(n, self.total - low, self._index.device)
             return self.locate(number.add_(low), rng)
-        entry, offset = torch.empty((2, n), dtype=torch.int64).unbind(0)
+        entry, offset = np.empty((2, n), np.int64)
         state = np.uint64(rng.mixed_seed), np.uint64(rng.take(n))
         limits = self.base, low + self.base, self.total - low
-        self._kernels.draw(*state, *limits, self._sums.host, entry.numpy(), offset.numpy())
-        return self._with_n(entry, self._start(entry, offset), rng)
+        self._kernels.draw(*state, *limits, self._sums.host, entry, offset)
+        entries = torch.from_numpy(entry)
+        return self._with_n(entries, self._start(entries, torch.from_numpy(offset)), rng)
 
     def locate(self, number: torch.Tensor, rng: Counter) -> Draw:
         """The windows of given numbers; with weights other than ``window`` the start is drawn."""
