@@ -7,7 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ GROUP: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {
 MAX_RECORD_BYTES = 64 << 20
 _SPAN_CHUNK_ROWS = 4096
 _TEXT_CHUNK_BYTES = 64 << 10
+_COLUMN_CHUNK_BYTES = 1 << 20
 _STREAM_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}-[0-9a-v]{26}\Z")
 _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}\Z")
 _BASE32 = "0123456789abcdefghijklmnopqrstuv"
@@ -183,9 +184,14 @@ class ColumnState:
         return used | dict.fromkeys(self.paths(target, name, self.generation + 1), 0)
 
     def layouts(self, target: str, name: str) -> dict[str, ArrayLayout]:
-        values = ArrayLayout.of(Field(self.dtype, self.shape))
+        kind = Field(self.dtype, self.shape)
+        # Values are written whole, and every object is synced; changes come a few at a time.
+        n_rows = 1 << max(0, (_COLUMN_CHUNK_BYTES // kind.row_bytes).bit_length() - 1)
+        values, changes = (
+            ArrayLayout.of(replace(kind, chunk_rows=n)) for n in (n_rows, min(n_rows, _SPAN_CHUNK_ROWS))
+        )
         rows = ArrayLayout(np.dtype("int64"), (), _SPAN_CHUNK_ROWS, Codec.parse("blosc-lz4:5"))
-        return dict(zip(self.lengths(target, name), (values, rows, values) * 2, strict=True))
+        return dict(zip(self.lengths(target, name), (values, rows, changes) * 2, strict=True))
 
 
 Columns = Mapping[str, Mapping[str, ColumnState]]  # by target stream and name
