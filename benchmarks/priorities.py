@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from _harness import Case, Report, arguments, stopwatch
+from _harness import Case, Report, arguments, scratch, stopwatch
 
+import trajstore
 from trajstore.rng import Counter
 from trajstore.sumtree import SumTree
 
@@ -34,6 +35,49 @@ def ours(n: int, **options: Any) -> Step:
         tree.put(leaf, new[i % 16])
 
     return step
+
+
+def store_of(n: int, path: str) -> trajstore.Store:
+    """Episodes of a thousand steps of one byte: the least that is gathered."""
+    store = trajstore.create(path, trajstore.Schema({"byte": trajstore.Field("uint8")}))
+    with store.writer(buffer_bytes="256MB") as writer:
+        for _ in range(n // 1000):
+            writer.append_episode({"byte": np.zeros(1000, np.uint8)}, terminated=True)
+    store.refresh()
+    return store
+
+
+def whole(n: int) -> Step:
+    """All that a trainer calls: windows drawn and read, weights, and updates by handle."""
+    reader = trajstore.Reader(store_of(n, f"memory://priorities-{n}"), priorities=trajstore.Priorities())
+    new, windows = [torch.rand(BATCH) for _ in range(16)], trajstore.Windows()
+
+    def step(i: int) -> None:
+        batch = reader.sample(BATCH, windows)
+        reader.update_priorities(batch["index"], new[i % 16])
+
+    return step
+
+
+def saving(report: Report, n: int) -> None:
+    """How long all priorities take to the disk and back, and a batch of them to the disk."""
+    with scratch() as path:
+        store = store_of(n, str(path / "store"))
+        reader, windows = trajstore.Reader(store, priorities=trajstore.Priorities()), trajstore.Windows()
+        index = reader.sample(BATCH, windows)["index"]
+        with store.writer("learner", commit_seconds=None) as writer:
+            with stopwatch() as save:
+                reader.save_priorities(writer)
+                writer.commit()
+            reader.update_priorities(index, torch.rand(len(index)))
+            with stopwatch() as again:
+                reader.save_priorities(writer)
+                writer.commit()
+        with stopwatch() as load:
+            store.refresh().column("priority")
+    figures = {"save_s": save.seconds, "load_s": load.seconds, "save_a_batch_s": again.seconds}
+    report.fact(f"{n:,} priorities", "fsynced", **figures)
+    report.ratio("save and load, seconds", save.seconds + load.seconds, 0.5, at_most=True)
 
 
 def ours_weighted(n: int) -> Step:
@@ -105,6 +149,7 @@ def our_cases(n: int, large: int, n_steps: int) -> list[Case]:
         case(f"compiled, {n:,} leaves", "draw 256 and put 256", compiled, n_steps),
         case(f"compiled, {n:,} leaves, weights", "with minima and weights, as peers", ours_weighted(n), n_steps),
         case(f"compiled, {large:,} leaves", "a tree that no cache holds", ours(large), n_steps),
+        case(f"reader, {n:,} steps", "sample and update_priorities, everything included", whole(n), n_steps),
     ]
     for n_threads in sorted({1, THREADS}):
         name = f"tensor operations, {n:,} leaves, torch threads {n_threads}"
@@ -141,11 +186,13 @@ def main() -> None:
     leaves, many = f"{n:,} leaves", f"{large:,} leaves"
     for peer in ("cpprb", "TorchRL"):
         report.speedup(f"against {peer}", f"compiled, {leaves}", f"{peer}, {leaves}", 1.0)
+        report.speedup(f"reader against {peer}", f"reader, {n:,} steps", f"{peer}, {leaves}", 1.0)
         report.speedup(f"against {peer}, weights", f"compiled, {leaves}, weights", f"{peer}, {leaves}", 1.0)
     tensors = "tensor operations, {}, torch threads 1"
     growth(report, tensors.format(leaves), f"compiled, {leaves}", "tensor operations over compiled")
     growth(report, f"compiled, {many}", f"compiled, {leaves}", f"{many} over {n:,}, compiled")
     growth(report, tensors.format(many), tensors.format(leaves), f"{many} over {n:,}, tensor operations")
+    saving(report, 10 * n)
     report.notes.append(f"one torch thread except where said; torch's default here is {THREADS}")
     report.notes.append("peers: their sample also computes weights, cpprb's gathers one byte a transition too")
     report.finish(args.json)
