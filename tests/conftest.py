@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from hypothesis import settings
 
@@ -113,3 +114,10 @@ def place(request: pytest.FixtureRequest, new_place: Callable[[str], Place]) -> 
 def url(tmp_path: Path) -> str:
     """A fresh local place, for tests of what does not depend on the backend."""
     return str(tmp_path / "store")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_memory_stores() -> Iterator[None]:
+    """Listing a place in memory looks at all that is there, so a module leaves nothing behind."""
+    yield
+    fsspec.filesystem("memory").store.clear()

@@ -174,8 +174,8 @@ def test_what_was_committed_before_anybody_looked_is_read_from_the_stream() -> N
 def test_steps_wait_for_a_commit_when_live_rows_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trajstore.live.LiveEpisodes.set_rows", lambda self, n: _few(self))
     store = new_store()
-    writer = store.writer(commit_seconds=None)
-    reader, model = Reader(store, writer=writer, cache_bytes="800MB"), Model(writer)
+    writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
+    reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
     for _ in range(100):
         model.append(0)
     model.check(reader)
@@ -196,8 +196,8 @@ def _few(live: Any) -> None:
 
 def test_amended_steps_are_sampled_as_amended() -> None:
     store = new_store()
-    writer = store.writer(commit_seconds=None)
-    reader, model = Reader(store, writer=writer, cache_bytes="800MB"), Model(writer)
+    writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
+    reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
     for _ in range(5):
         model.append(0)
     model.check(reader)
@@ -218,8 +218,8 @@ def test_other_writers_join_at_a_refresh() -> None:
     with store.writer("other") as other:
         other.append_episode(data, terminated=True)
     store.refresh()
-    writer = store.writer("own", commit_seconds=None)
-    reader, model = Reader(store, writer=writer, cache_bytes="800MB"), Model(writer)
+    writer = store.writer("own", commit_seconds=None, buffer_bytes="1MB")
+    reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
     model.append(0)
     assert reader.n_windows(Windows()) == 5
     with store.writer("another") as other:
@@ -240,8 +240,8 @@ def test_other_writers_join_at_a_refresh() -> None:
 
 def test_a_refresh_does_not_take_back_steps_that_were_seen() -> None:
     store = new_store()
-    writer = store.writer("own", commit_seconds=None)
-    reader, model = Reader(store, writer=writer, cache_bytes="800MB"), Model(writer)
+    writer = store.writer("own", commit_seconds=None, buffer_bytes="1MB")
+    reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
     for _ in range(3):
         model.append(0)
         model.append(1)
@@ -258,8 +258,8 @@ def test_a_refresh_does_not_take_back_steps_that_were_seen() -> None:
 
 def test_a_queued_batch_survives_its_steps_moving_into_the_stream() -> None:
     store = new_store()
-    writer = store.writer(commit_seconds=None)
-    reader, model = Reader(store, writer=writer, cache_bytes="800MB"), Model(writer)
+    writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
+    reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
     for i in range(300):
         model.append(i % 2)
     with reader.batches(64, Windows(), prefetch=3) as batches, reader._source.lock:
@@ -335,3 +335,96 @@ def test_a_thread_samples_a_million_windows_while_another_appends() -> None:
         thread.join()
         writer.close()
     assert not failures
+
+
+def test_an_amended_step_stays_amended_once_it_is_committed() -> None:
+    store = new_store()
+    writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
+    reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
+    model.append(0)
+    model.append(0)
+    model.check(reader)
+    writer.amend({"reward": 99.0}, t=1)
+    writer.commit()
+    batch = reader.sample(100, Windows())
+    assert set(batch["reward"].flatten().tolist()) == {0.0, 99.0}
+    writer.close()
+
+
+def test_an_amendment_of_a_step_that_was_not_looked_at_hits_no_other() -> None:
+    store = new_store()
+    writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
+    reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
+    for env in (0, 1):
+        for _ in range(64):
+            model.append(env)
+    model.check(reader)
+    for _ in range(70):
+        model.append(0)
+    for t in range(64, 128):
+        writer.amend({"reward": -7.0}, env=0, t=t)
+    live = reader._source._live
+    assert live is not None
+    for change in live.take(None):  # as if somebody were appending at this moment
+        reader._source._apply(change)
+    batch = reader.sample(2000, Windows())
+    rewards, index = batch["reward"][:, 0], batch["index"]
+    is_amended = (index[:, 1] == 0) & (index[:, 2] >= 64) & (index[:, 2] < 128)
+    assert torch.equal(rewards, torch.where(is_amended, -7.0, index[:, 2].float()))
+    writer.close()
+
+
+def test_steps_that_were_discarded_are_drawn_no_more() -> None:
+    store = new_store()
+    writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
+    reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
+    for _ in range(5):
+        model.append(0)
+        model.append(1, "terminated")
+    writer.commit()
+    for _ in range(5):
+        model.append(0)
+    assert reader.n_windows(Windows()) == 15
+    writer.discard()
+    assert reader.n_windows(Windows()) == 10
+    batch = reader.sample(200, Windows())
+    assert torch.equal(batch["obs"][:, 0], batch["index"][:, 1:].float())
+    fresh = Reader(store.refresh())
+    assert fresh.n_windows(Windows()) == 10
+
+
+def test_wide_rows_get_few_spare_live_rows() -> None:
+    schema = Schema({"image": Field("uint8", (128, 128, 3))})
+    store = trajstore.create("memory://live-wide", schema)
+    writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
+    reader = Reader(store, writer=writer, cache_bytes="256MB")
+    writer.append({"image": np.full((128, 128, 3), 7, np.uint8)})
+    assert (reader.sample(2, Windows())["image"] == 7).all()
+    writer.close()
+
+
+def test_batches_planned_before_an_eviction_say_so() -> None:
+    from tests.test_index import Evicted
+
+    store = new_store()
+    with store.writer(commit_seconds=None) as writer:
+        model = Model(writer)
+        for _ in range(10):
+            for t in range(8):
+                model.append(0, "terminated" if t == 7 else "")
+    reader = Reader(store.refresh())
+    for _ in reader.epoch(16, Windows()):
+        pass
+    batches = reader.batches(64, Windows())
+    batches._fill()
+    snapshot: Any = Evicted(store.snapshot, {reader.streams[0]: 40})
+    snapshot.schema, snapshot.readers, snapshot.storage = (
+        store.schema,
+        store.snapshot.readers,
+        store.snapshot.storage,
+    )
+    reader._source.follow(snapshot)
+    with pytest.raises(trajstore.SnapshotExpiredError, match="evicted meanwhile"):
+        next(batches)
+    batch = next(batches)
+    assert torch.equal(batch["obs"][:, 0], batch["index"][:, 1:].float())

@@ -1744,3 +1744,15 @@ def test_a_priority_too_small_for_float32_does_not_become_never() -> None:
     reader = Reader(store_of([2]), priorities=replace(PLAIN, alpha=0.05))
     reader.update_priorities(torch.tensor([[0, 0, 0]]), torch.tensor([1e-60], dtype=torch.float64))
     assert {t for _, _, t in reader.sample(4000, Windows())["index"].tolist()} == {0, 1}
+
+
+def test_what_a_discarded_writer_had_is_saved_by_the_next() -> None:
+    store = store_of([20])
+    reader = Reader(store, priorities=PLAIN)
+    set_all(reader, {(0, 0, 3): 5.0})
+    first = store.writer("p", commit_seconds=None)
+    assert reader.save_priorities(first) == 20
+    first.discard()
+    with store.writer("q", commit_seconds=None) as second:
+        assert reader.save_priorities(second) == 20
+    assert raw_by_row(reopened(store)) == raw_by_row(reader)

@@ -12,9 +12,9 @@ import torch
 
 from trajstore.cpu import kernels_for
 from trajstore.episodes import EpisodeTable
-from trajstore.errors import CorruptionError, DataError, EpisodeNotFoundError
+from trajstore.errors import CorruptionError, DataError, EpisodeNotFoundError, SnapshotExpiredError
 from trajstore.index import EpisodeIndex
-from trajstore.live import Change, LiveEpisodes, Taken
+from trajstore.live import PAGE_ROWS, Change, LiveEpisodes, Taken
 from trajstore.outputs import check_outputs
 from trajstore.pager import ChunkCache
 from trajstore.plan import WHOLE, Plan, Planner
@@ -74,11 +74,13 @@ class Assembler:
         self._kinds: dict[tuple[Windows, Where | None], Kind] = {}
         self._writer = writer
         self._live: LiveEpisodes | None = None
+        self._is_torn = False
         if writer is not None:
             self._live = LiveEpisodes(self.index.number_of(writer.stream))
-            writer.follow(self._live)
             self.index.followed = writer.stream
         self.follow(snapshot)
+        if writer is not None and self._live is not None:
+            writer.follow(self._live)  # last: it can't be undone
 
     def follow(self, snapshot: Snapshot) -> None:
         """Show what a newer snapshot shows; costs what is new and what is open."""
@@ -116,13 +118,18 @@ class Assembler:
         """Show what the writer that is followed has appended since; costs what is new and what is open."""
         if self._live is None or self._writer is None:
             return
-        with self._writer.staged() as staging:
+        if self._is_torn:
+            raise DataError("this reader lost track of its writer by an error before; make another")
+        # Nobody who holds the writer's lock waits for ours.
+        with self._writer.staged(blocking=self._cache is None) as staging:
             if self._cache is None and not self._make_live_cache(staging):
                 return
+            self._is_torn = True  # until everything that was taken is where it belongs
             changes = self._live.take(staging)
             self._advance(self._writer.record)
             for change in changes:
                 self._apply(change)
+            self._is_torn = False
         lengths = self._live.lengths()
         if lengths is not None:
             self.index.set_lengths(lengths)
@@ -153,7 +160,8 @@ class Assembler:
         if schema is None or (staging is None and not self._writer.is_closed):
             return False
         capacity = staging.capacity if staging is not None else 0
-        n_rows = 2 * capacity + max(_SPARE_ROWS, capacity // 2)
+        spare = min(_SPARE_ROWS, self.budget // 8 // max(1, schema.row_bytes))
+        n_rows = 2 * capacity + max(spare, capacity // 2, 2 * PAGE_ROWS)
         if n_rows * schema.row_bytes > self.budget // 2:
             raise ValueError(
                 f"cache_bytes: {n_rows * schema.row_bytes} bytes of steps that are not committed yet take more than"
@@ -237,6 +245,22 @@ class Assembler:
                 lost = handles[np.flatnonzero(bad)[0]].tolist()
                 raise EpisodeNotFoundError(f"index {lost}: no window can start at that step")
         return Draw(on_device, torch.from_numpy(start).to(self.device), n)
+
+    def check_plan(self, plan: Plan) -> None:
+        """See that what a plan made before a refresh wants is still there.
+
+        Raises:
+            SnapshotExpiredError: Some of it was evicted.
+        """
+        readers = {reader.record.id for reader in self.snapshot.readers}
+        marks = self.index.marks
+        marks[1:] = [
+            m if name in readers else 1 << 62 for name, m in zip(self.index.numbers, marks[1:], strict=True)
+        ]
+        on_device = torch.from_numpy(marks).to(self.device)
+        for rows in {id(w.row): w for w in plan.wanted.values()}.values():
+            if bool((rows.row < on_device[rows.source.to(torch.int64)]).any()):
+                raise SnapshotExpiredError("windows that were planned ahead have been evicted meanwhile")
 
     def pin(self, kind: Kind, draw: Draw) -> None:
         """Keep the chunks of windows in the cache."""

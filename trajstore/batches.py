@@ -39,6 +39,7 @@ class _Planned:
     windows: torch.Tensor
     draw: Draw
     live_epoch: int
+    version: int  # of the index
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ class Batches(Iterator[Any]):
         plan = kind.plan(draw)
         windows = plan.known["index"].clone()
         windows[:, 2] = self._source.index.t_base.device[draw.entry] + draw.start
-        planned = _Planned(kind, plan, windows, draw, self._source.live_epoch)
+        planned = _Planned(kind, plan, windows, draw, self._source.live_epoch, self._source.index.version)
         extras = draw.n, draw.probability, draw.weight
         self._queue.append(_Queued(kind, windows, extras, self._submit(planned)))
 
@@ -126,6 +127,8 @@ class Batches(Iterator[Any]):
             if planned.live_epoch != self._source.live_epoch:  # steps have moved from live rows into the stream
                 draw = self._source.draw_at(kind, planned.windows.cpu().numpy(), planned.draw.n, is_strict=False)
                 plan = kind.plan(replace(planned.draw, entry=draw.entry, start=draw.start))
+            elif planned.version != self._source.index.version:
+                self._source.check_plan(plan)
             outs = self._ring.take((kind.windows, len(plan.known["index"]))) if self._ring is not None else {}
             batch = self._source.carry_out(kind, plan, outs)
             if self._ring is not None:
@@ -221,14 +224,18 @@ class _Loader:
     def _load(self, segment: int) -> None:
         kind = self._draws.kind
         with self._source.lock:
-            draw = self._draws.windows_of(segment, every=kind.windows.size)
+            draw, version = self._windows_of(segment)
         for first in range(0, len(draw.entry), _PIECE):
             piece = slice(first, first + _PIECE)
             with self._source.lock:  # held for one piece at a time: batches are made in between
-                if segment != self._segment:
-                    return
+                if segment != self._segment or version != self._source.index.version:
+                    return  # what moved meanwhile is read when it is asked for
                 n = None if draw.n is None else draw.n[piece]
                 self._source.load(kind, Draw(draw.entry[piece], draw.start[piece], n))
+
+    def _windows_of(self, segment: int) -> tuple[Draw, int]:
+        every = self._draws.kind.windows.size
+        return self._draws.windows_of(segment, every=every), self._source.index.version
 
     def close(self) -> None:
         self._segment = -1

@@ -114,6 +114,8 @@ class LiveEpisodes:
         self._episodes = _Table(_COLUMNS)
         self._spans = _Table(("episode", "t", "source", "row"))  # of an episode, in order of time
         self._n_ended = 0
+        self._is_dropped = False
+        self._n_stuck = -1  # free pages when there were too few
         self._is_changed = True
         self._is_longer = False  # some episode, and nothing else has changed
         self._growing = np.empty(0, np.int64)  # where the growing episodes stand that were told of last
@@ -137,7 +139,12 @@ class LiveEpisodes:
     def amended(self, episode: int, t: int, values: Mapping[str, Array]) -> None:
         """A step that was appended before has other values now."""
         with self._lock:
-            self._amended.append((episode, t, dict(values)))
+            self._amended.append((episode, t, {path: np.array(value) for path, value in values.items()}))
+
+    def dropped(self) -> None:
+        """What is staged is gone; only what was handed off becomes durable, and nothing comes after."""
+        with self._lock:
+            self._is_dropped = True
 
     def _block(self, staging: Staging, copy: bool) -> _Block:
         new = slice(self._n_taken, staging.n)
@@ -168,24 +175,45 @@ class LiveEpisodes:
         taken: list[Change] = []
         n_done = sum(1 for block, values in blocks if self._enter(block, values, taken))
         taken = [change for change in taken if change is not _FULL]
+        # Before rows move into the stream; what comes from the staging after is amended already.
+        taken += [found for change in amended if (found := self._amend(*change)) is not None]
         taken += [self._place(spans) for spans in commits if len(spans)]
         with self._lock:
             for _ in range(n_done):
                 self._blocks.popleft()
             if staging is not None and n_done == len(blocks):
                 self._take_staging(staging, taken)
-        taken += [found for change in amended if (found := self._amend(*change)) is not None]
+            if self._is_dropped and not self._in_flight:
+                self._cut_back()
         return [change for change in taken if change is not _FULL]
 
     def _take_staging(self, staging: Staging, taken: list[Change]) -> None:
         if staging.n == self._n_taken and staging.n_ends == self._n_ends:
             return
+        if self._n_stuck == self._n_free:
+            return  # there was no room, and there is no more since
         if staging.n == self._n_taken + 1 and staging.n_ends == self._n_ends and self._enter_one(staging, taken):
             self._n_taken += 1
             return
         block = self._block(staging, copy=False)
         if self._enter(block, block.values, taken):
             self._n_taken, self._n_ends = staging.n, self._n_ends + len(block.ends)
+
+    def _cut_back(self) -> None:
+        """Forget what never became durable."""
+        self._is_dropped = False
+        table = self._episodes
+        lost = table["committed"] < table["n_rows"]
+        self._trim(np.zeros(table.n, np.int64))
+        live = self._spans["source"] == LIVE
+        self._release(self._spans["row"][live])
+        self._spans.keep(~live)
+        table["n_rows"][lost], table["has_final"][lost] = table["committed"][lost], 0
+        open_ = table["end"] == End.OPEN
+        table["end"][lost | open_] = End.CUT
+        table["ended_at"][open_] = self._n_ended + np.arange(int(open_.sum()))
+        self._n_ended += int(open_.sum())
+        self._is_changed = True
 
     def _enter_one(self, staging: Staging, taken: list[Change]) -> bool:
         """Take up a single row of an episode that goes on in its page: the common case, and far cheaper."""
@@ -217,6 +245,7 @@ class LiveEpisodes:
         n_pages = -(-np.maximum(count - room, 0) // PAGE_ROWS)
         if values is not None and int(n_pages.sum()) > self._n_free:
             taken.append(_FULL)
+            self._n_stuck = self._n_free
             return False
         env = block.env[order[first]]
         n = int(fresh.sum())
@@ -325,7 +354,10 @@ class LiveEpisodes:
         return moved
 
     def _amend(self, episode: int, t: int, values: dict[str, Array]) -> Taken | None:
-        spans = self._spans
+        spans, table = self._spans, self._episodes
+        slot = int(np.searchsorted(table["episode"], episode))
+        if slot == table.n or table["episode"][slot] != episode or t >= table["live"][slot]:
+            return None
         mine = np.flatnonzero((spans["episode"] == episode) & (spans["source"] == LIVE) & (spans["t"] <= t))
         if not len(mine):
             return None

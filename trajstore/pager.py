@@ -233,9 +233,9 @@ class ChunkCache:
             return set()
         self.stats.n_syncs += self._device.type != "cpu"
         found = [(self._columns[path], self._filling(path, _joined(parts))) for path, parts in pages.items()]
-        fits = [(column, distinct) for column, distinct in found if len(distinct) <= column.n_free]
-        self._touch_and_load(fits)
-        return {column.path for column, distinct in found if len(distinct) > column.n_free}
+        parted = {c.path for c, distinct in found if len(distinct) - c.n_pinned_of(distinct) > c.n_free}
+        self._touch_and_load([(column, distinct) for column, distinct in found if column.path not in parted])
+        return parted
 
     def _filling(self, path: str, pages: Array) -> Array:
         """Pages of a batch, and some more of a column that fits but is not complete though nothing is missing.

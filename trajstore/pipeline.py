@@ -36,6 +36,9 @@ class Follower(Protocol):
     def amended(self, episode: int, t: int, values: Mapping[str, Array]) -> None:
         """A staged step has other values now; called with the writer's lock held."""
 
+    def dropped(self) -> None:
+        """What is staged was given up; nothing comes after."""
+
 
 class Pipeline:
     """Holds at most two stagings: one being filled, one on its way to disk.
@@ -110,6 +113,8 @@ class Pipeline:
     def drop(self) -> int:
         """Forget what is staged, and values of columns; returns how many rows."""
         self._columns = []
+        if self.follower is not None:
+            self.follower.dropped()
         n = self.staging.n if self.staging is not None else 0
         if self.staging is not None:
             self.staging.clear()
@@ -126,9 +131,9 @@ class Pipeline:
             if self.appender is None:
                 self.appender = self._make_appender(schema)
             if staging is not None:
-                self.staging = None
                 if self.follower is not None:
                     self.follower.handed_off(staging)
+                self.staging = None
             columns, self._columns = self._columns, []
             self._committer.submit(_Job(staging, schema, columns))
         return self._committer.n_submitted

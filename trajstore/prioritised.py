@@ -74,6 +74,8 @@ class PrioritySampler:
         if self._saved_by != writer.stream:
             self._saved_by, self._saved = writer.stream, {}
         changes = self.table.take_changes()
+        if not self._saved:  # another writer: what the one before had may never have become durable
+            changes = {source: np.arange(n) for source, n in enumerate(self.table.n_rows.tolist()) if n}
         try:
             n = self._hand_over(changes, writer)
         except BaseException:
@@ -223,7 +225,7 @@ class PrioritySampler:
         self.follow()
         self.table.largest = float(state["largest"])
         self.table.set_layout(state["layout"])
-        self._masses.load_state_dict(state["masses"])
+        self._masses.load_state_dict(state["masses"], self.source.device)
         self._trees = {}
 
     def stats(self, windows: Windows, where: Where | None, n_bins: int) -> dict[str, Any]:
@@ -334,10 +336,11 @@ class _Masses:
             "ranks": None if self._ranks is None else self._ranks.cpu(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         self._scale, self._limit = float(state["scale"]), float(state["limit"])
         self._size, self._ranked_at = int(state["size"]), int(state["ranked_at"])
-        self._ranks = state["ranks"]
+        ranks = state["ranks"]
+        self._ranks = None if ranks is None else ranks.to(device)
 
 
 class _Tree:

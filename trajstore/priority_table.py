@@ -175,7 +175,9 @@ class PriorityTable:
         """Overwrite priorities; of several at one address the last counts. The caller has checked them."""
         if self._device.type == "cpu":
             self.values.numpy()[address] = values
-        else:
+        else:  # where an index comes twice, a device may take either
+            address, last = np.unique(address[::-1], return_index=True)
+            values = values[::-1][last]
             self.values[torch.from_numpy(address).to(self._device)] = torch.from_numpy(values).to(self._device)
         self._changed.append(address)
         self._n_changed += len(address)

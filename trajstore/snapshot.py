@@ -232,6 +232,7 @@ class Snapshot:
     def _read_column(self, reader: StreamReader, target: str, name: str) -> tuple[int, Array]:
         state, n_rows = reader.record.columns[target][name], self._streams[target].record.rows
         lengths = state.lengths(target, name)
+        self._check_rows(name, target, state.stop, n_rows)
         try:
             values, rows, changes = (reader.read_rows(path, 0, lengths[path]) for path in state.paths(target, name))
         finally:
@@ -242,16 +243,19 @@ class Snapshot:
                 raise SnapshotExpiredError(
                     f"column '{name}' of stream '{target}' was written anew; refresh the store"
                 )
-        stop = max(state.stop, int(rows.max()) + 1 if len(rows) else 0)
-        if stop > n_rows:  # newer than what is known of the target, or nonsense
+        self._check_rows(name, target, int(rows.max()) + 1 if len(rows) else 0, n_rows)
+        if len(rows) and rows.min() < state.first:
+            raise CorruptionError(f"column '{name}' of stream '{target}' has changes before its first row")
+        return state.first, _changed(values, state.first, rows, changes, n_rows)
+
+    def _check_rows(self, name: str, target: str, stop: int, n_rows: int) -> None:
+        """Refuse rows that a stream does not have, by its newest record: a column may be newer than a snapshot."""
+        if stop > n_rows:
             known = _read_records(self._storage, [target]).get(target)
             if known is None or stop > known.rows:
                 raise CorruptionError(
                     f"column '{name}' of stream '{target}' has rows up to {stop}, the stream has not"
                 )
-        if len(rows) and rows.min() < state.first:
-            raise CorruptionError(f"column '{name}' of stream '{target}' has changes before its first row")
-        return state.first, _changed(values, state.first, rows, changes, n_rows)
 
     def _read(self, path: str, spans: Sequence[Any], start: int, stop: int) -> Array:
         streams = list(self._streams.values())

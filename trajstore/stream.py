@@ -144,6 +144,10 @@ class StreamReader:
         spans = Spans(ints, floats)
         try:
             check_spans(spans, self.record.rows, self.record.text_bytes)
+            last = int(ints[-1, 4]) if len(ints) else 0
+            if last != self.record.rows and (len(ints) or not start):
+                # Whoever makes room for rows trusts the record, so it must not claim any that no span has.
+                raise CorruptionError(f"spans end at row {last}, the record says {self.record.rows}")
         except CorruptionError as error:
             raise CorruptionError(f"{self._name('spans')}: {error}") from error
         return spans

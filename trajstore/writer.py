@@ -297,12 +297,13 @@ class Writer:
             self._pipeline.follower = follower
 
     @contextlib.contextmanager
-    def staged(self) -> Iterator[Staging | None]:
+    def staged(self, blocking: bool = False) -> Iterator[Staging | None]:
         """The steps that are staged, while nothing is appended.
 
-        None if somebody is appending at this moment, if nothing was appended yet, or if the writer is closed.
+        None if somebody is appending at this moment (unless ``blocking``), if nothing was appended yet, or if the
+        writer is closed.
         """
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(blocking=blocking):
             yield None
             return
         try:
