@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,6 +76,7 @@ class Assembler:
         self._writer = writer
         self._live: LiveEpisodes | None = None
         self._is_torn = False
+        self._last: Any = None  # on a GPU, the event after what was done to the cache last
         if writer is not None:
             self._live = LiveEpisodes(self.index.number_of(writer.stream))
             self.index.followed = writer.stream
@@ -107,7 +109,8 @@ class Assembler:
         assert self._cache is not None
         readers = {reader.record.id: reader for reader in self.snapshot.readers}
         marks = self.index.marks.tolist()
-        self._cache.set_sources([readers.get(name) for name in self.index.numbers], marks, written)
+        with self.ordered():
+            self._cache.set_sources([readers.get(name) for name in self.index.numbers], marks, written)
 
     @property
     def live_epoch(self) -> int:
@@ -126,9 +129,10 @@ class Assembler:
                 return
             self._is_torn = True  # until everything that was taken is where it belongs
             changes = self._live.take(staging)
-            self._advance(self._writer.record)
-            for change in changes:
-                self._apply(change)
+            with self.ordered():
+                self._advance(self._writer.record)
+                for change in changes:
+                    self._apply(change)
             self._is_torn = False
         lengths = self._live.lengths()
         if lengths is not None:
@@ -265,16 +269,32 @@ class Assembler:
     def pin(self, kind: Kind, draw: Draw) -> None:
         """Keep the chunks of windows in the cache."""
         try:
-            self.cache.pin(kind.plan(draw).wanted.values())
+            with self.ordered():
+                self.cache.pin(kind.plan(draw).wanted.values())
         except ChunkError as error:
             raise self._explained(error) from error
 
     def load(self, kind: Kind, draw: Draw) -> None:
         """Read the chunks of windows ahead of time."""
         try:
-            self.cache.load(kind.plan(draw).wanted.values())
+            with self.ordered():
+                self.cache.load(kind.plan(draw).wanted.values())
         except ChunkError as error:
             raise self._explained(error) from error
+
+    @contextlib.contextmanager
+    def ordered(self) -> Iterator[None]:
+        """On a GPU, after what was done to the cache before, on whatever stream; the lock orders only the host."""
+        if self.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if self._last is not None:
+            stream.wait_event(self._last)
+        try:
+            yield
+        finally:
+            self._last = stream.record_event()
 
     def carry_out(self, kind: Kind, plan: Plan, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Read what a plan wants and make the flat batch; ``outs`` is written where it has a key.
@@ -289,7 +309,8 @@ class Assembler:
             check_outputs(outs, {key: shape for key, shape in shapes.items() if key != _REWARDS})
         try:
             # Rewards are summed before they are output.
-            values = self.cache.gather(plan.wanted, {key: out for key, out in outs.items() if key != _REWARDS})
+            with self.ordered():
+                values = self.cache.gather(plan.wanted, {key: out for key, out in outs.items() if key != _REWARDS})
         except ChunkError as error:
             raise self._explained(error) from error
         flat = kind.planner.finish(plan, values)

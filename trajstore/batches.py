@@ -93,7 +93,12 @@ class Batches(Iterator[Any]):
         work = queued.work
         ready = work.result() if isinstance(work, Future) else self._assemble(work, None)
         if ready.event is not None:
-            torch.cuda.current_stream(self._source.device).wait_event(ready.event)
+            stream = torch.cuda.current_stream(self._source.device)
+            stream.wait_event(ready.event)
+            for (
+                tensor
+            ) in ready.batch.values():  # made on another stream: not to be given back before this one is done
+                tensor.record_stream(stream)
         return to_batch(ready.batch, self._as_tensordict)
 
     def _fill(self) -> None:
