@@ -40,10 +40,10 @@ def write(writer: Writer, lengths: list[int], first: int = 0) -> None:
     writer.commit()
 
 
-def open_store(lengths: list[int], url: Any = None) -> tuple[Store, Writer]:
+def open_store(lengths: list[int], url: Any = None, fields: Any = None) -> tuple[Store, Writer]:
     """A store with these episodes, and the writer, to go on with."""
     options = {} if url is None else {"fsync": False}
-    store = trajstore.create(url or f"memory://batches-{uuid.uuid4().hex}", Schema(FIELDS), **options)
+    store = trajstore.create(url or f"memory://batches-{uuid.uuid4().hex}", Schema(fields or FIELDS), **options)
     writer = store.writer(commit_seconds=None)
     write(writer, lengths)
     store.refresh()

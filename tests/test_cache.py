@@ -16,34 +16,13 @@ from hypothesis import strategies as st
 
 import trajstore
 from tests.sharding import mark, pack, read_record
+from tests.test_batches import FIELDS, open_store, write
 from trajstore import CorruptionError, Field, Reader, Schema, SnapshotExpiredError, Store, Windows
 from trajstore.cache import HostTier
 from trajstore.pager import ChunkCache, Wanted
 from trajstore.record import View
-from trajstore.schema import Array
-from trajstore.writer import Writer
 
-FIELDS = {"obs": Field("int64", (2,), chunk_rows=4), "action": Field("int64", chunk_rows=8)}
 OBS_PAGE, ACTION_PAGE = 4 * 16, 8 * 8
-
-
-def numbered(k: int, n: int) -> dict[str, Array]:
-    return {"obs": np.stack([np.full(n, k), np.arange(n)], 1), "action": np.arange(n)}
-
-
-def write(writer: Writer, lengths: list[int], first: int = 0) -> None:
-    for k, n in enumerate(lengths, first):
-        writer.append_episode(numbered(k, n), terminated=True)
-    writer.commit()
-
-
-def open_store(lengths: list[int], url: Any = None, fields: Any = None) -> tuple[Store, Writer]:
-    options = {} if url is None else {"fsync": False}
-    store = trajstore.create(url or f"memory://cache-{uuid.uuid4().hex}", Schema(fields or FIELDS), **options)
-    writer = store.writer(commit_seconds=None)
-    write(writer, lengths)
-    store.refresh()
-    return store, writer
 
 
 def sealed(root: Path, lengths: list[int]) -> tuple[Store, str]:

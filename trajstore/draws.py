@@ -15,15 +15,11 @@ from trajstore.errors import DataError
 from trajstore.permutation import Permutation
 from trajstore.rng import Counter
 from trajstore.schema import Array
-from trajstore.starts import Draw
+from trajstore.sizes import check_positive
+from trajstore.starts import Draw, joined
 from trajstore.windows import Windows
 
 State = dict[str, Any]
-
-
-def check_size(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +34,7 @@ class Among:
     def __post_init__(self) -> None:
         for name in ("recent_steps", "recent_episodes"):
             if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
+                check_positive(name, getattr(self, name))
         if not 0.0 <= self.recent_fraction <= 1.0:
             raise ValueError(f"recent_fraction: expected a number from 0 to 1, got {self.recent_fraction!r}")
         if self.recent_fraction != 1.0 and self.recent_steps is None and self.recent_episodes is None:
@@ -54,7 +50,7 @@ class RandomDraws:
     """Uniform with replacement, over what the index shows at that moment."""
 
     def __init__(self, source: Assembler, batch_size: int, windows: Windows, among: Among, rng: Counter) -> None:
-        check_size("batch_size", batch_size)
+        check_positive("batch_size", batch_size)
         self._source = source
         self._batch_size = batch_size
         self._windows = windows
@@ -73,7 +69,7 @@ class RandomDraws:
             )
         parts = [(n_recent, low), (self._batch_size - n_recent, 0)]
         drawn = [kind.starts.draw(n, self._rng, first) for n, first in parts if n]
-        return kind, drawn[0] if len(drawn) == 1 else _joined(drawn)
+        return kind, joined(drawn)
 
     @property
     def kind(self) -> Kind:
@@ -99,19 +95,13 @@ def first_recent(kind: Kind, among: Among) -> int:
     return low
 
 
-def _joined(draws: list[Draw]) -> Draw:
-    n = [draw.n for draw in draws if draw.n is not None]
-    entry, start = torch.cat([draw.entry for draw in draws]), torch.cat([draw.start for draw in draws])
-    return Draw(entry, start, torch.cat(n) if n else None)
-
-
 class _Frozen:
     """The windows of one kind as they were at one moment, numbered; what was evicted since is left out."""
 
     def __init__(self, source: Assembler, kind: Kind) -> None:
         index = source.index
         self._source = source
-        self._kind = kind
+        self.kind = kind
         self.total = kind.starts.total
         self._seen = index.generation, index.version
         self._streams = list(index.numbers)
@@ -124,7 +114,7 @@ class _Frozen:
         sums, stream, episode, t_base, usable = self._episodes
         at = np.searchsorted(sums, numbers, side="right")
         offset = numbers - np.where(at > 0, sums[at - 1], 0)
-        spec = self._kind.windows
+        spec = self.kind.windows
         start = spec.start(torch.from_numpy(offset), torch.from_numpy(usable[at])).numpy()
         index, entry = self._source.index, at
         if not index.n:
@@ -135,9 +125,9 @@ class _Frozen:
         evicted = np.where(entry >= 0, index.t_base.host[entry] - t_base[at], 0)
         # Steps go from the front. Of an episode that lost some, windows that start later are left.
         kept = (entry >= 0) & ((evicted == 0) | (start - evicted >= spec.lead))
-        self._kind.starts.update()
+        self.kind.starts.update()
         entries, starts = (torch.from_numpy(a[kept]).to(self._source.device) for a in (entry, start - evicted))
-        return self._kind.starts.with_n(Draw(entries, starts), rng)
+        return self.kind.starts.with_n(Draw(entries, starts), rng)
 
     def state_dict(self) -> State:
         return {"streams": self._streams, "episodes": torch.from_numpy(self._episodes)}
@@ -146,6 +136,21 @@ class _Frozen:
         self._streams, self._episodes = list(state["streams"]), state["episodes"].numpy()
         self.total = int(self._episodes[0, -1]) if self._episodes.shape[1] else 0
         self._seen = (-1, -1)
+
+
+def _freeze(source: Assembler, windows: Windows, where: Where | None, why: str) -> _Frozen:
+    """The windows there are now; ``why`` no weights are taken.
+
+    Raises:
+        ValueError: Windows have weights.
+        DataError: There are none.
+    """
+    if windows.weight != "window":
+        raise ValueError(f"weight={windows.weight!r}: {why}")
+    kind = source.kind(windows, where)
+    if not kind.starts.total:
+        raise source.no_windows(windows, "that the restrictions allow " if where else "")
+    return _Frozen(source, kind)
 
 
 class EpochDraws:
@@ -168,13 +173,9 @@ class EpochDraws:
         part: int = 0,
         n_parts: int = 1,
     ) -> None:
-        check_size("batch_size", batch_size)
-        if windows.weight != "window":
-            raise ValueError(f"weight={windows.weight!r}: an epoch holds every window once, so all weigh the same")
-        self.kind = source.kind(windows, where)
-        if not self.kind.starts.total:
-            raise source.no_windows(windows, "that the restrictions allow " if where else "")
-        self._frozen = _Frozen(source, self.kind)
+        check_positive("batch_size", batch_size)
+        self._frozen = _freeze(source, windows, where, "an epoch holds every window once, so all weigh the same")
+        self.kind = self._frozen.kind
         self._batch_size, self._drop_last = batch_size, drop_last
         self._part, self._n_parts = part, n_parts
         self._seed, self._shuffle = rng.fork().seed, shuffle
@@ -201,7 +202,7 @@ class EpochDraws:
             drawn += [draw] if len(draw.entry) else []
         if not drawn or (missing and self._drop_last):
             return None
-        return self.kind, drawn[0] if len(drawn) == 1 else _joined(drawn)
+        return self.kind, joined(drawn)
 
     def _numbers(self, n: int) -> Array | None:
         """The next numbers of this part, up to the end of a batch of the whole epoch."""
@@ -253,15 +254,11 @@ class StagedDraws:
         segment: int,
         n_resident: int,
     ) -> None:
-        check_size("batch_size", batch_size)
-        if windows.weight != "window":
-            raise ValueError(f"weight={windows.weight!r}: staged draws give every window the same weight")
+        check_positive("batch_size", batch_size)
         if not reuse > 0:
             raise ValueError(f"reuse: expected a positive number, got {reuse!r}")
-        self.kind = source.kind(windows, where)
-        if not self.kind.starts.total:
-            raise source.no_windows(windows, "that the restrictions allow " if where else "")
-        self._frozen = _Frozen(source, self.kind)
+        self._frozen = _freeze(source, windows, where, "staged draws give every window the same weight")
+        self.kind = self._frozen.kind
         self._batch_size, self._reuse, self._segment = batch_size, reuse, segment
         self._n_segments = -(-self._frozen.total // segment)
         self._n_resident = min(n_resident, self._n_segments)
@@ -296,7 +293,7 @@ class StagedDraws:
             missing -= len(draw.entry)
             drawn += [draw] if len(draw.entry) else []
             if not missing:
-                return self.kind, drawn[0] if len(drawn) == 1 else _joined(drawn)
+                return self.kind, joined(drawn)
         raise DataError(f"nearly all of the {self._frozen.total} windows were evicted since; begin anew")
 
     def _numbers(self, n: int) -> Array:

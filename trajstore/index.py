@@ -434,6 +434,12 @@ class EpisodeIndex:
         lengths: Array = rows - (self.flags.host[start:stop] & HAS_FINAL)
         return lengths
 
+    def lengths_of(self, entry: Array) -> Array:
+        """Steps of the episodes at these entries, on the host."""
+        rows = self.logical.host[entry + 1] - self.logical.host[entry]
+        lengths: Array = rows - (self.flags.host[entry] & HAS_FINAL)
+        return lengths
+
     def find(self, stream: Array, episode: Array) -> Array:
         """Entries of episodes by stream number and episode; -1 for those that are not here."""
         found = np.full(len(stream), -1)

@@ -6,28 +6,16 @@ starts threads. Importing this module imports numba.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from trajstore.compiled import compiled, random_bits
 from trajstore.schema import Array
 
-F = TypeVar("F", bound=Callable[..., object])
-
 HAS_FINAL, TERMINATED, TRUNCATED, OPEN = 1, 2, 4, 8  # as in the index
-
-
-def _compiled(function: F) -> F:
-    """Compile when first called; the machine code is kept on disk where a directory for it can be written."""
-    try:
-        done: F = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no place for a cache
-        done = numba.njit(nogil=True)(function)
-    return done
 
 
 @intrinsic
@@ -44,7 +32,20 @@ def _copy_bytes(context: Any, out: Any, to: Any, data: Any, at: Any, n: Any) -> 
     return types.void(out, types.int64, data, types.int64, types.int64), generate
 
 
-@_compiled
+@compiled
+def _last_at(rising: Array, wanted: Any) -> int:
+    """The last of rising numbers that is at most ``wanted``, or -1: of first rows of spans, the span of a row."""
+    left, right = 0, len(rising)
+    while left < right:
+        middle = (left + right) >> 1
+        if rising[middle] <= wanted:
+            left = middle + 1
+        else:
+            right = middle
+    return left - 1
+
+
+@compiled
 def draw(
     seed: np.uint64, counter: np.uint64, base: int, low: int, limit: int, sums: Array, entry: Array, offset: Array
 ) -> None:
@@ -53,37 +54,15 @@ def draw(
     The sums begin with ``base``.
     """
     for i in range(len(entry)):
-        z = (counter + np.uint64(i + 1)) * np.uint64(0x9E3779B97F4A7C15) + seed
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z = z ^ (z >> np.uint64(31))
+        z = random_bits(seed, counter + np.uint64(i))
         number = np.int64(np.float64(z >> np.uint64(11)) * 2.0**-53 * np.float64(limit))
         number = min(number, limit - 1) + low
-        left, right = 0, len(sums)
-        while left < right:
-            middle = (left + right) >> 1
-            if sums[middle] <= number:
-                left = middle + 1
-            else:
-                right = middle
+        left = _last_at(sums, number) + 1
         entry[i] = left
         offset[i] = number - (sums[left - 1] if left > 0 else base)
 
 
-@_compiled
-def _span_of(span_logical: Array, wanted: int) -> int:
-    """The span that holds a row, counted through."""
-    left, right = 0, len(span_logical)
-    while left < right:
-        middle = (left + right) >> 1
-        if span_logical[middle] <= wanted:
-            left = middle + 1
-        else:
-            right = middle
-    return left - 1
-
-
-@_compiled
+@compiled
 def frame(
     entry: Array,
     start: Array,
@@ -133,7 +112,7 @@ def frame(
             masks[5, b, j] = is_last & is_truncated
             wanted = base + near
             if wanted < low or wanted >= high:
-                span = _span_of(span_logical, wanted)
+                span = _last_at(span_logical, wanted)
                 low, high = span_logical[span], np.int64(1) << 62
                 if span + 1 < n_spans:
                     high = span_logical[span + 1]
@@ -142,7 +121,7 @@ def frame(
             source[b, j] = origin
 
 
-@_compiled
+@compiled
 def rows(
     entry: Array,
     position: Array,
@@ -158,14 +137,14 @@ def rows(
     n_spans = len(span_logical)
     for b in range(len(entry)):
         base = logical[entry[b]]
-        span = entry[b] if is_simple else _span_of(span_logical, base + position[b, 0])
+        span = entry[b] if is_simple else _last_at(span_logical, base + position[b, 0])
         low, high = span_logical[span], np.int64(1) << 62
         if span + 1 < n_spans:
             high = span_logical[span + 1]
         for j in range(position.shape[1]):
             wanted = base + position[b, j]
             if wanted < low or wanted >= high:
-                span = _span_of(span_logical, wanted)
+                span = _last_at(span_logical, wanted)
                 low, high = span_logical[span], np.int64(1) << 62
                 if span + 1 < n_spans:
                     high = span_logical[span + 1]
@@ -173,7 +152,7 @@ def rows(
             source[b, j] = span_source[span]
 
 
-@_compiled
+@compiled
 def distinct_pages(
     source: Array, row: Array, row_base: Array, page_rows: int, seen: Array, tick: int, found: Array
 ) -> int:
@@ -195,7 +174,7 @@ def distinct_pages(
     return n
 
 
-@_compiled
+@compiled
 def copy_rows(
     arena: Array,
     row_bytes: int,
@@ -225,7 +204,7 @@ def copy_rows(
             j = k
 
 
-@_compiled
+@compiled
 def addresses_of(
     handles: Array,
     stream: int,
@@ -258,11 +237,11 @@ def addresses_of(
             address[i] = -2
             continue
         wanted = logical[e] + position
-        span = e if is_simple else _span_of(span_logical, wanted)
+        span = e if is_simple else _last_at(span_logical, wanted)
         address[i] = base[span_source[span]] + span_row[span] + (wanted - span_logical[span])
 
 
-@_compiled
+@compiled
 def steps_at(
     address: Array,
     low: int,
@@ -279,13 +258,13 @@ def steps_at(
         if address[i] < low or address[i] >= high:
             continue
         row = address[i] - low
-        span = _span_of(span_rows, row)
+        span = _last_at(span_rows, row)
         e = entries[spans[span, 0]]
         entry[i] = e
         position[i] = spans[span, 2] + row - spans[span, 3] - t_base[e]
 
 
-@_compiled
+@compiled
 def scatter_rows(data: Array, row_bytes: int, row: Array, position: Array, out: Array) -> None:
     """Copy rows of flat bytes to positions of others, those that go one after the other as one."""
     n = len(row)

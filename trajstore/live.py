@@ -15,7 +15,7 @@ import numpy as np
 
 from trajstore.index import LIVE, Episodes, flags_of
 from trajstore.schema import Array
-from trajstore.spans import End
+from trajstore.spans import End, ranges
 from trajstore.staging import Staging
 
 PAGE_ROWS = 64
@@ -269,12 +269,12 @@ class LiveEpisodes:
         self._n_free -= n
         pages = self._free[self._n_free : self._n_free + n]
         room, following = table["room"][slot], table["next"][slot]
-        owner, i = _ranges(count)
+        owner, i = ranges(count)
         beyond = i - room[owner]
         first_page = np.cumsum(n_pages) - n_pages
         page = pages[np.minimum(first_page[owner] + np.maximum(beyond, 0) // PAGE_ROWS, max(n - 1, 0))] if n else 0
         rows = np.where(beyond < 0, following[owner] + i, page * PAGE_ROWS + beyond % PAGE_ROWS)
-        page_owner, k = _ranges(n_pages)
+        page_owner, k = ranges(n_pages)
         t = (table["n_rows"][slot] + room)[page_owner] + k * PAGE_ROWS
         self._spans.append(ids[page_owner], t, LIVE, pages * PAGE_ROWS) if n else None
         last = np.cumsum(count) - 1
@@ -286,15 +286,20 @@ class LiveEpisodes:
     def _end(self, ends: Array) -> None:
         if not len(ends):
             return
-        slot = np.searchsorted(self._episodes["episode"], ends[:, 1])
-        known = slot < self._episodes.n
-        known[known] = self._episodes["episode"][slot[known]] == ends[known, 1]
-        slot, ends = slot[known], ends[known]
+        slot, known = self._slots(ends[:, 1])
+        ends = ends[known]
         self._episodes["end"][slot], self._episodes["has_final"][slot] = ends[:, 3], ends[:, 4]
         self._episodes["ended_at"][slot] = self._n_ended + np.arange(len(slot))
         self._n_ended += len(slot)
         if (ends[:, 3] == End.ABORTED).any():
             self._drop(self._episodes["end"] == End.ABORTED)
+
+    def _slots(self, episode: Array) -> tuple[Array, Array]:
+        """Where episodes stand that are known here, and which of those asked for they are."""
+        slot = np.searchsorted(self._episodes["episode"], episode)
+        known = slot < self._episodes.n
+        known[known] = self._episodes["episode"][slot[known]] == episode[known]
+        return slot[known], known
 
     def _drop(self, gone: Array) -> None:
         """Forget episodes; their live rows are free."""
@@ -314,11 +319,8 @@ class LiveEpisodes:
         """Rows of these spans are in the stream: they need no live rows any more."""
         start, stop = int(spans[0, 3]), int(spans[-1, 4])
         spans = spans[spans[:, 4] > spans[:, 3]]
-        slot = np.searchsorted(self._episodes["episode"], spans[:, 0])
-        known = slot < self._episodes.n
-        known[known] = self._episodes["episode"][slot[known]] == spans[known, 0]
-        slot, spans = slot[known], spans[known]
-        table = self._episodes
+        slot, known = self._slots(spans[:, 0])
+        spans, table = spans[known], self._episodes
         table["committed"][slot] = spans[:, 2] + spans[:, 4] - spans[:, 3]
         shift = np.zeros(table.n, np.int64)
         shift[slot] = spans[:, 3] - spans[:, 2]  # from t to row
@@ -341,7 +343,7 @@ class LiveEpisodes:
         gone = stop <= committed
         cut = np.clip(committed - t, 0, stop - t)
         row = spans["row"][live]
-        owner, i = _ranges(cut)
+        owner, i = ranges(cut)
         moved = row[owner] + i, (t + shift[slot])[owner] + i
         spans["t"][live], spans["row"][live] = t + cut, row + cut
         is_last = np.ones(len(live), bool)
@@ -421,9 +423,3 @@ _EMPTY = np.empty(0, np.int64)
 _NO_ENDS = np.empty((0, 5), np.int64)
 _NONE = Episodes(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint8), _EMPTY, _EMPTY, _EMPTY)
 _FULL = Taken({}, np.empty(0, np.int64))  # stands where live rows ran out
-
-
-def _ranges(count: Array) -> tuple[Array, Array]:
-    """For so many of each: which it is of, and its number there."""
-    owner = np.repeat(np.arange(len(count)), count)
-    return owner, np.arange(len(owner)) - (np.cumsum(count) - count)[owner]

@@ -9,6 +9,7 @@ import torch
 
 from trajstore.errors import MissingExtraError
 from trajstore.schema import nest
+from trajstore.sizes import check_positive
 
 Batch = dict[str, Any]
 
@@ -22,8 +23,7 @@ class Ring:
     """
 
     def __init__(self, n: int = 2) -> None:
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ValueError(f"n: expected a positive integer, got {n!r}")
+        check_positive("n", n)
         self._batches: list[dict[str, torch.Tensor]] = [{} for _ in range(n)]
         self._next = 0
         self._kind: object = None
@@ -83,5 +83,5 @@ def to_batch(flat: Mapping[str, torch.Tensor], as_tensordict: bool) -> Any:
     try:
         from tensordict import TensorDict
     except ImportError as error:
-        raise MissingExtraError("as_tensordict needs tensordict: pip install trajstore[tensordict]") from error
+        raise MissingExtraError("as_tensordict needs tensordict: pip install 'trajstore[tensordict]'") from error
     return TensorDict(nested, batch_size=[len(flat["index"])])

@@ -82,9 +82,8 @@ class ChunkCache:
     ) -> None:
         """Take over the newest readers, by stream number; pages whose rows changed are dropped.
 
-        ``marks`` are the rows, by source, below which everything was evicted.
-
-        Not those of the source ``written``: `move_live` brings what they lack.
+        Not those of the source ``written``: `move_live` brings what they lack. ``marks`` are the rows, by source,
+        below which everything was evicted.
         """
         readers = [None, *readers]  # source 0 is live
         self._drop_stale_tails(readers)

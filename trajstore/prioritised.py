@@ -11,13 +11,15 @@ import numpy as np
 import torch
 
 from trajstore.assembler import Assembler, Kind, Where
-from trajstore.draws import Among, check_size, first_recent
+from trajstore.draws import Among, first_recent
 from trajstore.errors import DataError
 from trajstore.priorities import Priorities
-from trajstore.priority_table import PriorityTable
+from trajstore.priority_table import EVICTED, PAST_END, PriorityTable
 from trajstore.rng import Counter
 from trajstore.schema import Array
-from trajstore.starts import Draw
+from trajstore.sizes import check_positive
+from trajstore.spans import ranges
+from trajstore.starts import Draw, joined
 from trajstore.sumtree import SumTree
 from trajstore.windows import Windows
 from trajstore.writer import Writer
@@ -124,6 +126,11 @@ class PrioritySampler:
             )
         return self.source.kind(windows, where)
 
+    def _settle(self) -> None:
+        """Choose the scale of masses anew, and make all of them anew."""
+        self._masses.settle(self.n_batches, self.table)
+        self._trees = {}
+
     def _tree(self, windows: Windows, where: Where | None) -> _Tree:
         tree = self._trees.get((windows, where))
         if tree is None:
@@ -135,11 +142,10 @@ class PrioritySampler:
 
     def draw(self, batch_size: int, windows: Windows, among: Among, rng: Counter) -> tuple[Kind, Draw]:
         """The windows of a batch, with their probabilities and weights."""
-        check_size("batch_size", batch_size)
+        check_positive("batch_size", batch_size)
         self.follow()
         if self._masses.is_stale(self.n_batches, self.table):
-            self._masses.settle(self.n_batches, self.table)
-            self._trees = {}
+            self._settle()
         kind = self.kind(windows, among.where)
         tree = self._tree(windows, among.where)
         if not kind.starts.total:
@@ -154,8 +160,7 @@ class PrioritySampler:
             parts.append(tree.draw(batch_size - n_uniform, rng, among, self.options.stratified))
         if n_uniform:
             parts.append(tree.uniform(n_uniform, rng, among))
-        drawn = parts[0] if len(parts) == 1 else _joined(parts)
-        draw = self._weighted(tree, drawn, among, n_uniform / batch_size)
+        draw = self._weighted(tree, _joined(parts), among, n_uniform / batch_size)
         self.n_batches += 1
         return kind, draw
 
@@ -182,8 +187,9 @@ class PrioritySampler:
         if values.ndim == 2:
             self._addresses(handles, is_spread=False)  # the windows' own steps must be there
             handles, values = _spread(handles, values, windows)
-        address, kept = self._addresses(handles, is_spread=values.ndim != priority.dim())
-        values = values[kept]
+        address = self._addresses(handles, is_spread=values.ndim != priority.dim())
+        n_ignored = int((address == EVICTED).sum())
+        address, values = address[address >= 0], values[address >= 0]
         if self.options.duplicates == "max":
             address, values = _largest(address, values)
         where = torch.from_numpy(address).to(self.source.device)
@@ -191,24 +197,19 @@ class PrioritySampler:
         self._masses.replaced(self.table.get(address), values)
         self.table.set(address, values)
         if is_outgrown:
-            self._masses.settle(self.n_batches, self.table)
-            self._trees = {}
+            self._settle()
         for tree in self._trees.values():
             tree.put(where, address, self._masses)
-        n_ignored = int((self.table.addresses_of(handles[~kept]) == -1).sum()) if not kept.all() else 0
         self.n_ignored += n_ignored
         return n_ignored
 
-    def _addresses(self, handles: Array, is_spread: bool) -> tuple[Array, Array]:
-        """Addresses of the steps that are still here, and which of the handles these are."""
+    def _addresses(self, handles: Array, is_spread: bool) -> Array:
+        """Addresses of steps, below 0 for those that were evicted and, where ``is_spread``, those past the end."""
         address = self.table.addresses_of(handles)
-        kept = address >= 0
-        if not kept.all():
-            bad = address < (-2 if is_spread else -1)
-            if bad.any():
-                raise DataError(f"index {handles[np.flatnonzero(bad)[0]].tolist()}: this reader has no such step")
-            return address[kept], kept
-        return address, kept
+        bad = address < (PAST_END if is_spread else EVICTED)
+        if bad.any():
+            raise DataError(f"index {handles[np.flatnonzero(bad)[0]].tolist()}: this reader has no such step")
+        return address
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on as before, together with the priorities themselves."""
@@ -232,8 +233,7 @@ class PrioritySampler:
         """Figures over the windows that can be drawn; reads all of them."""
         self.follow()
         if self._masses.is_stale(self.n_batches, self.table):
-            self._masses.settle(self.n_batches, self.table)
-            self._trees = {}
+            self._settle()
         return self._tree(windows, where).stats(n_bins) | {
             "n_ignored": self.n_ignored,
             "largest": self.table.largest,
@@ -249,12 +249,7 @@ class _Drawn:
 
 
 def _joined(parts: list[_Drawn]) -> _Drawn:
-    draws = [part.draw for part in parts]
-    n = [draw.n for draw in draws if draw.n is not None]
-    joined = Draw(
-        torch.cat([d.entry for d in draws]), torch.cat([d.start for d in draws]), torch.cat(n) if n else None
-    )
-    return _Drawn(joined, torch.cat([part.probability for part in parts]))
+    return _Drawn(joined([part.draw for part in parts]), torch.cat([part.probability for part in parts]))
 
 
 class _Masses:
@@ -395,7 +390,7 @@ class _Tree:
                 self._tree.put_range(low, torch.zeros(high - low, dtype=torch.int64, device=self._source.device))
         if self._windows.lead or self._windows.boundary == "short":
             entry = np.arange(self._source.index.first, min(stop, self._n_closed))
-            self._clear(entry, np.zeros_like(entry), self.kind.starts.lengths_of(entry))
+            self._clear(entry, np.zeros_like(entry), self._source.index.lengths_of(entry))
             self._set(entry, *self._valid(entry), masses)
 
     def _valid(self, entry: Array) -> tuple[Array, Array]:
@@ -422,7 +417,7 @@ class _Tree:
         self._clear(entry[lost], stop[lost], done[lost])
         if self._windows.lead:
             done[:] = 0  # evictions and more steps change what the first steps count
-            self._clear(entry, np.zeros_like(entry), np.minimum(first, self.kind.starts.lengths_of(entry)))
+            self._clear(entry, np.zeros_like(entry), np.minimum(first, self._source.index.lengths_of(entry)))
         if self._owner.options.over != "start":
             done = done - self._windows.reach  # windows near the old end have more steps now
         self._set(entry, np.maximum(first, np.minimum(done, stop)), stop, masses)
@@ -624,10 +619,8 @@ class _Tree:
 
 def _ranges(first: Array, stop: Array) -> tuple[Array, Array]:
     """All positions from first to stop, range after range, and the range that each is of."""
-    n = np.maximum(stop - first, 0)
-    owner = np.repeat(np.arange(len(n)), n)
-    before = np.cumsum(n) - n
-    return owner, np.arange(len(owner)) - before[owner] + first[owner]
+    owner, number = ranges(np.maximum(stop - first, 0))
+    return owner, number + first[owner]
 
 
 def _checked(index: torch.Tensor, priority: torch.Tensor) -> tuple[Array, Array]:
@@ -676,7 +669,7 @@ class PrioritisedDraws:
     def __init__(
         self, sampler: PrioritySampler, batch_size: int, windows: Windows, among: Among, rng: Counter
     ) -> None:
-        check_size("batch_size", batch_size)
+        check_positive("batch_size", batch_size)
         self._sampler = sampler
         self._batch_size, self._windows, self._among = batch_size, windows, among
         self._rng = rng

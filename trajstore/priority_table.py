@@ -9,10 +9,12 @@ import torch
 
 from trajstore.errors import CorruptionError
 from trajstore.growing import Growing
-from trajstore.index import HAS_FINAL, EpisodeIndex
+from trajstore.index import EpisodeIndex
 from trajstore.schema import Array
 from trajstore.snapshot import Snapshot
+from trajstore.spans import ranges
 
+EVICTED, PAST_END, UNKNOWN = -1, -2, -3  # what stands for the address of a step that is not here; as in kernels
 _MIN_ROOM = 1024
 _MAX_CHANGED = 1 << 20
 
@@ -120,10 +122,10 @@ class PriorityTable:
         return base + start, base + stop
 
     def addresses_of(self, handles: Array) -> Array:
-        """Addresses of steps by handle; -1 for those that were evicted, -2 past the end, -3 for unknown ones."""
+        """Addresses of steps by handle; `EVICTED`, `PAST_END` or `UNKNOWN` for those that are not here."""
         index = self._index
         known = (handles[:, 0] >= 0) & (handles[:, 0] < len(index.numbers))
-        address = np.full(len(handles), -3)
+        address = np.full(len(handles), UNKNOWN)
         for stream in _distinct(handles[:, 0]):
             table = index.table_of(stream) if 0 <= stream < len(index.numbers) else None
             if table is not None and index.kernels is not None:
@@ -141,13 +143,13 @@ class PriorityTable:
         stream, episode, t = handles.T
         entry = index.find(stream, episode)
         here = entry >= 0
-        address = np.where((episode < 0) | (episode > index.newest[stream]) | (t < 0), -3, -1)
+        address = np.where((episode < 0) | (episode > index.newest[stream]) | (t < 0), UNKNOWN, EVICTED)
         if here.any():
             e, position = entry[here], t[here] - index.t_base.host[entry[here]]
-            n = index.logical.host[e + 1] - index.logical.host[e] - (index.flags.host[e] & HAS_FINAL)
+            n = index.lengths_of(e)
             found = self.addresses(e, position.clip(0, n - 1))
-            found = np.where(position < 0, -1, np.where(position >= n, -2, found))
-            address[here] = np.where(t[here] < 0, -3, found)
+            found = np.where(position < 0, EVICTED, np.where(position >= n, PAST_END, found))
+            address[here] = np.where(t[here] < 0, UNKNOWN, found)
         return address
 
     def steps(self, address: Array) -> tuple[Array, Array]:
@@ -210,11 +212,9 @@ class PriorityTable:
     def of_steps(self) -> torch.Tensor:
         """Priorities of all steps in the index."""
         index = self._index
-        entry = np.arange(index.first, index.n)
-        n = index.lengths(index.first, index.n)
-        owner = np.repeat(entry, n)
-        position = np.arange(len(owner)) - np.repeat(np.cumsum(n) - n, n)
-        return self.values[torch.from_numpy(self.addresses(owner, position)).to(self._device)]
+        owner, position = ranges(index.lengths(index.first, index.n))
+        address = self.addresses(index.first + owner, position)
+        return self.values[torch.from_numpy(address).to(self._device)]
 
     def ranges_of(self, stream: int, episode: int) -> list[tuple[int, int]]:
         """Addresses of an episode's rows, whether it is in the index or not; looks at all spans of its stream."""

@@ -10,14 +10,14 @@ import torch
 
 from trajstore.assembler import Assembler, Where
 from trajstore.batches import Batches
-from trajstore.draws import Among, Draws, EpochDraws, RandomDraws, StagedDraws, check_size
+from trajstore.draws import Among, Draws, EpochDraws, RandomDraws, StagedDraws
 from trajstore.errors import DataError
 from trajstore.outputs import Ring, flat_outputs, to_batch
 from trajstore.priorities import Priorities
 from trajstore.prioritised import PrioritisedDraws, PrioritySampler
 from trajstore.rng import Counter
 from trajstore.schema import Schema
-from trajstore.sizes import parse_bytes
+from trajstore.sizes import check_positive, parse_bytes
 from trajstore.snapshot import Snapshot
 from trajstore.starts import Draw
 from trajstore.store import Store
@@ -231,7 +231,7 @@ class Reader:
             where: Only from episodes that this function of the episode table says True for.
             index: Not drawn but these, as ``[batch, 2]``: stream number and episode.
         """
-        check_size("batch_size", batch_size)
+        check_positive("batch_size", batch_size)
         base = replace(windows or Windows(), boundary="pad_right", weight="episode", burn_in=0, bootstrap=0)
         base = replace(base, length=1, stride=1, squeeze=False, strict_context=False)
         with self._source.lock:

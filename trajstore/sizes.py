@@ -22,3 +22,9 @@ def parse_bytes(value: int | str, name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ValueError(f"{name}: expected a positive number of bytes, got {value!r}")
     return value
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse what is no positive integer."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}: expected a positive integer, got {value!r}")

@@ -189,9 +189,15 @@ class JoinedSpans:
         return {name: column[spans] for name, column in self.columns.items()}
 
     def span_numbers(self, chosen: Array) -> Array:
-        first, count = self.first[chosen], (self.last - self.first + 1)[chosen]
-        before = np.cumsum(count) - count
-        return np.repeat(first - before, count) + np.arange(int(count.sum()))
+        owner, number = ranges((self.last - self.first + 1)[chosen])
+        found: Array = self.first[chosen][owner] + number
+        return found
+
+
+def ranges(count: Array) -> tuple[Array, Array]:
+    """For so many of each: which it is of, and its number there."""
+    owner = np.repeat(np.arange(len(count)), count)
+    return owner, np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
 
 
 def join(columns: dict[str, Array]) -> JoinedSpans:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -29,6 +29,15 @@ class Draw:
     n: torch.Tensor | None = None
     probability: torch.Tensor | None = None  # of drawing this window, where priorities decide
     weight: torch.Tensor | None = None  # that takes back the bias
+
+
+def joined(draws: Sequence[Draw]) -> Draw:
+    """The windows of several draws, as one."""
+    if len(draws) == 1:
+        return draws[0]
+    n = [draw.n for draw in draws if draw.n is not None]
+    entry, start = torch.cat([draw.entry for draw in draws]), torch.cat([draw.start for draw in draws])
+    return Draw(entry, start, torch.cat(n) if n else None)
 
 
 class Starts:
@@ -140,17 +149,10 @@ class Starts:
         found: Array = (position >= spec.lead) & (position < stop)
         return found
 
-    def lengths_of(self, entry: Array) -> Array:
-        """Steps of episodes, on the host."""
-        index = self._index
-        rows = index.logical.host[entry + 1] - index.logical.host[entry]
-        lengths: Array = rows - (index.flags.host[entry] & HAS_FINAL)
-        return lengths
-
     def usable_of(self, entry: Array) -> Array:
         """Steps that a window may learn from, of some episodes, on the host."""
         flags = self._index.flags.host[entry]
-        return usable_steps(self.lengths_of(entry), flags, self._spec, self._reward_with_observation).clip(0)
+        return usable_steps(self._index.lengths_of(entry), flags, self._spec, self._reward_with_observation).clip(0)
 
     @property
     def nbytes(self) -> int:

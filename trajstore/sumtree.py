@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 
+from trajstore.cpu import kernels_for
 from trajstore.errors import DataError
 from trajstore.rng import Counter
 from trajstore.schema import Array
@@ -63,7 +63,7 @@ class SumTree:
     def __init__(self, device: torch.device, *, compiled: bool = True, with_min: bool = False) -> None:
         self._device = device
         self._with_min = with_min
-        self._kernels = _kernels() if compiled and device.type == "cpu" else None
+        self._kernels = kernels_for(device, compiled, "sumtree_kernels")
         self._n = 0
         self._allocate(0)
         self._leaves = self._levels[0][:0]
@@ -332,14 +332,6 @@ class SumTree:
     def __setstate__(self, state: dict[str, Any]) -> None:
         SumTree.__init__(self, state["device"], **state["options"])
         self.rebuild(state["masses"])
-
-
-def _kernels() -> ModuleType | None:
-    try:
-        from trajstore import sumtree_kernels
-    except ImportError:  # numba follows new versions of Python with some delay
-        return None
-    return sumtree_kernels
 
 
 def _zeros(n: int) -> Array:

@@ -6,12 +6,11 @@ tree has no minima); ``offsets`` says where each level starts, leaves first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 
+from trajstore.compiled import compiled, random_bits
 from trajstore.schema import Array
 
 BITS = 4  # of the fan-out, as in sumtree; a constant here, so that loops over a row are unrolled
@@ -23,20 +22,8 @@ _CACHED = 1 << 12  # numbers at the top of the tree that stay cached anyhow
 _NOTHING = (1 << 63) - 1
 _LOW_31 = (1 << 31) - 1
 
-F = TypeVar("F", bound=Callable[..., object])
 
-
-def _compiled(function: F) -> F:
-    """Compile when first called; the machine code is kept on disk where a directory for it can be written."""
-    njit: Any = numba.njit
-    try:
-        done: F = njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no place for a cache
-        done = njit(nogil=True)(function)
-    return done
-
-
-@_compiled
+@compiled
 def _right_half(sums: Array, at: int, rest: int, half: int) -> tuple[int, int]:
     """Step over ``half`` nodes if ``rest`` lies behind them; without a branch, which could not be predicted."""
     mass = 0
@@ -46,7 +33,7 @@ def _right_half(sums: Array, at: int, rest: int, half: int) -> tuple[int, int]:
     return at + half * is_behind, rest - mass * is_behind
 
 
-@_compiled
+@compiled
 def _fetch(sums: Array, first: int, node: Array) -> int:
     """Touch the rows of all nodes: here the loads do not wait for each other, as they would on the way down.
 
@@ -59,7 +46,7 @@ def _fetch(sums: Array, first: int, node: Array) -> int:
     return touched
 
 
-@_compiled
+@compiled
 def _descend(sums: Array, offsets: Array, node: Array, rest: Array) -> int:
     """From the root to the leaves, all items level by level."""
     touched = 0
@@ -81,7 +68,7 @@ def _descend(sums: Array, offsets: Array, node: Array, rest: Array) -> int:
     return touched
 
 
-@_compiled
+@compiled
 def find(sums: Array, offsets: Array, n_leaves: int, leaf: Array, rest: Array) -> int:
     """Find the leaves of the numbers in ``rest``, which become the leaves' masses."""
     touched = 0
@@ -93,16 +80,7 @@ def find(sums: Array, offsets: Array, n_leaves: int, leaf: Array, rest: Array) -
     return touched
 
 
-@_compiled
-def _random(seed: np.uint64, counter: np.uint64) -> np.uint64:
-    """What ``rng.Counter`` gives at a counter."""
-    z = (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + seed
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-@_compiled
+@compiled
 def _scaled(bits: np.uint64, limit: Any) -> Any:
     """The upper 62 bits as a fraction of the limit, rounded down; step by step as in sumtree."""
     fraction = np.int64(bits >> np.uint64(2))
@@ -112,7 +90,7 @@ def _scaled(bits: np.uint64, limit: Any) -> Any:
     return high * limit_high + (middle >> 31)
 
 
-@_compiled
+@compiled
 def draw(
     sums: Array,
     offsets: Array,
@@ -130,11 +108,11 @@ def draw(
         if stratified:
             low = share * i + spare * i // n
             width = share * (i + 1) + spare * (i + 1) // n - low
-        mass[i] = low + _scaled(_random(seed, counter + np.uint64(i)), width)
+        mass[i] = low + _scaled(random_bits(seed, counter + np.uint64(i)), width)
     return find(sums, offsets, n_leaves, leaf, mass)
 
 
-@_compiled
+@compiled
 def _least(sums: Array, mins: Array, first: int, level: int) -> int:
     """The smallest positive mass below the node whose row starts at ``first`` of ``level``."""
     least = _NOTHING
@@ -145,7 +123,7 @@ def _least(sums: Array, mins: Array, first: int, level: int) -> int:
     return least
 
 
-@_compiled
+@compiled
 def _update_minima(sums: Array, mins: Array, offsets: Array, leaf: int) -> None:
     node = leaf
     for level in range(1, len(offsets)):
@@ -156,7 +134,7 @@ def _update_minima(sums: Array, mins: Array, offsets: Array, leaf: int) -> None:
         mins[offsets[level] + node] = least
 
 
-@_compiled
+@compiled
 def put(sums: Array, mins: Array, offsets: Array, n_leaves: int, index: Array, mass: Array) -> int:
     """Set masses one after the other. Returns -1, or the first position that is wrong: then nothing changes."""
     for i in range(len(index)):
@@ -174,7 +152,7 @@ def put(sums: Array, mins: Array, offsets: Array, n_leaves: int, index: Array, m
     return -1
 
 
-@_compiled
+@compiled
 def put_range(sums: Array, mins: Array, offsets: Array, start: int, mass: Array) -> int:
     """Set the masses from ``start`` on. Returns -1, or the first position that is wrong: then nothing changes."""
     for i in range(len(mass)):
@@ -188,7 +166,7 @@ def put_range(sums: Array, mins: Array, offsets: Array, start: int, mass: Array)
     return -1
 
 
-@_compiled
+@compiled
 def sum_up(sums: Array, mins: Array, offsets: Array, start: int, stop: int) -> None:
     """Make all nodes above the leaves ``[start, stop)`` right again."""
     for level in range(1, len(offsets)):
