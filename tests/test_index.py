@@ -121,7 +121,7 @@ def test_an_index_that_follows_evictions_equals_one_made_at_once(
 
 
 def test_evicted_entries_are_compacted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.index._MIN_DENSE", 4)
+    monkeypatch.setattr("trajstore.index._MIN_DEAD", 4)
     store = trajstore.create("memory://index-compacts", schema((4, 4, 4)))
     writer = store.writer(commit_seconds=None)
     index = EpisodeIndex(CPU)
@@ -166,14 +166,10 @@ def test_an_eviction_touches_only_the_front(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_episodes_of_outlandish_numbers_take_no_memory_for_the_gaps() -> None:
     index = EpisodeIndex(CPU)
-    index.numbers["s"] = 0
-    from trajstore.growing import Growing
-
-    index._entries.append(Growing(np.int64, CPU))
+    index.number_of("s")
     index.stream.rewrite(0, np.zeros(3, np.int32))
     index.episode.rewrite(0, np.array([5, 1 << 60, 7]))
     index.n = 3
-    index.newest = np.array([-1])
     index._note(0)
     assert index.find(np.zeros(4, np.int64), np.array([7, 1 << 60, 5, 6])).tolist() == [2, 1, 0, -1]
     assert index.nbytes < 10_000

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import trajstore
-from trajstore import Field, Reader, Schema, Store, Windows, Writer
+from trajstore import Field, Priorities, Reader, Schema, Store, Windows, Writer
 
 SPEC = Windows(length=3, boundary="pad_right")
 
@@ -152,6 +152,61 @@ def test_appended_steps_are_sampled_as_they_were_appended(script: list[tuple[Any
 @given(actions)
 def test_batches_do_not_depend_on_when_steps_are_committed(script: list[tuple[Any, ...]]) -> None:
     with_commits, without = play(script, True, True), play(script, False, True)
+    assert all(torch.equal(a, b) for a, b in zip(with_commits, without, strict=True))
+
+
+def play_prioritised(
+    script: list[tuple[Any, ...]], with_commits: bool, compiled: bool, spec: Windows, over: Any
+) -> list[torch.Tensor]:
+    store = new_store()
+    writer = store.writer(commit_seconds=None, buffer_bytes="64KB")
+    priorities = Priorities(alpha=0.7, over=over, normalize="buffer")
+    reader = Reader(store, writer=writer, seed=1, cache_bytes="8MB", compiled=compiled, priorities=priorities)
+    model, drawn = Model(writer), list[torch.Tensor]()
+    for action, *arguments in [*script, ("sample",), ("sample",)]:
+        if action == "commit":
+            if with_commits:
+                writer.commit()
+        elif action != "sample":
+            model.act(action, *arguments)
+        elif reader.n_windows(spec):
+            batch = reader.sample(16, spec)
+            drawn += [batch["index"], batch["priority"]["weight"], batch["priority"]["probability"]]
+            t = batch["index"].sum(1)
+            reader.update_priorities(batch["index"], (t % 5) + 0.1 * (1 + t % 3))
+            check_masses(reader, spec)
+    writer.close()
+    return drawn
+
+
+def check_masses(reader: Reader, spec: Windows) -> None:
+    """The tree that was kept up to date holds what one made anew would hold."""
+    sampler = reader._priorities
+    assert sampler is not None
+    kept = sampler._tree(spec, None)._tree.get(torch.arange(sampler.table.size))
+    sampler._trees = {}
+    anew = sampler._tree(spec, None)._tree.get(torch.arange(sampler.table.size))
+    assert torch.equal(kept, anew)
+
+
+specs = st.sampled_from(
+    [
+        Windows(),
+        Windows(length=3, boundary="pad_right"),
+        Windows(length=2, boundary="short"),
+        Windows(length=2, burn_in=2, strict_context=True),
+        Windows.transitions(n_step=2),
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(actions, st.booleans(), specs, st.sampled_from(["start", "max", 0.5]))
+def test_prioritised_batches_do_not_depend_on_when_steps_are_committed(
+    script: list[tuple[Any, ...]], compiled: bool, spec: Windows, over: Any
+) -> None:
+    with_commits = play_prioritised(script, True, compiled, spec, over)
+    without = play_prioritised(script, False, True, spec, over)
     assert all(torch.equal(a, b) for a, b in zip(with_commits, without, strict=True))
 
 

@@ -1232,13 +1232,13 @@ def test_mass_by_age_goes_from_old_to_new() -> None:
 
 
 def raw_by_row(reader: Reader) -> dict[tuple[str, int], float]:
-    """Raw priorities by stream and row, as they are, also of rows that no window starts at."""
+    """Raw priorities by stream and row of all steps, also of those that no window starts at."""
     reader.priority_stats(Windows())  # catches up
     table, found = reader._priorities.table, {}  # type: ignore[union-attr]
     for name, number in reader._source.index.numbers.items():
-        low, high = table.range_of(number + 1, 0, int(table.n_rows[number + 1]))
-        values = table.values[low:high].cpu().numpy()
-        found |= {(name, row): values[row].tobytes() for row in range(len(values))}
+        rows, address = table.rows_of(number + 1)
+        values = table.get(address)
+        found |= {(name, int(row)): value.tobytes() for row, value in zip(rows, values, strict=True)}
     return found
 
 

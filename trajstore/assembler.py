@@ -140,6 +140,31 @@ class Assembler:
         elif (episodes := self._live.episodes()) is not None:
             self.index.set_live(*episodes)
 
+    def evict(self, stream: Array, episode: Array, t: Array) -> None:
+        """Show the steps of episodes below ``t`` no more, all of them where it is `GONE`; called after `publish`."""
+        live = self.index.evict(stream, episode, t)
+        if len(live[0]):
+            assert self._live is not None
+            self._live.trim(*live)
+            told = self._live.episodes()
+            assert told is not None
+            self.index.set_live(*told)
+
+    def keep_arrivals(self) -> None:
+        """Remember the order in which rows of the writer that is followed arrive."""
+        if self._live is not None:
+            self._live.keeps_arrivals = True
+
+    def take_arrivals(self) -> Array:
+        """Episodes of the rows that arrived since this was last asked, in that order."""
+        return self._live.take_arrivals() if self._live is not None else np.empty(0, np.int64)
+
+    def set_marks(self, marks: Mapping[str, int]) -> None:
+        """Rows of streams below these are never asked for again."""
+        self.index.set_marks(marks)
+        if self._cache is not None:
+            self._set_sources(written=self.index.numbers.get(self.index.followed, -2) + 1)
+
     def _advance(self, record: CommitRecord | None) -> None:
         """Know the rows that the writer has committed."""
         assert self._writer is not None

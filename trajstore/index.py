@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from trajstore.growing import Growing
+from trajstore.numbered import ByEpisode
 from trajstore.schema import Array
 from trajstore.snapshot import Snapshot
 from trajstore.spans import End, JoinedSpans, StreamSpans, join, span_table
 
-_CPU = torch.device("cpu")
-_DENSE, _MIN_DENSE = 4, 1 << 16
+_MIN_DEAD = 1 << 16  # evicted entries whose memory is not worth giving back
+GONE = 1 << 62  # the first step that is left of an episode that was evicted whole
 
 HAS_FINAL = 1
 TERMINATED = 2
@@ -131,8 +132,12 @@ class EpisodeIndex:
         self._growing_spans = np.empty((0, 2), np.int64)  # of growing episodes: which one, and where in it
         self._signature: object = None
         self._first_rows: dict[str, int] = {}  # by stream: rows below were evicted when this was last updated
-        self._entries: list[Growing] = []  # by stream number: the entry of each episode, or -1
-        self._far: dict[tuple[int, int], int] = {}  # the same for episodes of outlandish numbers
+        self._entries: list[ByEpisode] = []  # by stream number: the entry of each episode, or -1
+        self._floors: list[ByEpisode] = []  # by stream number: steps of an episode below were evicted here
+        self._has_floors = False
+        self._own_marks: dict[str, int] = {}  # by stream: rows below are not wanted here, whatever records say
+        self.follows_evictions = False  # whether anybody asks for `take_evictions`
+        self._evictions: list[Array] = []
         self.newest = np.empty(0, np.int64)  # by stream number: the largest number that an episode has had
         self.numbers: dict[str, int] = {}  # of streams, by id
 
@@ -159,13 +164,13 @@ class EpisodeIndex:
         if self._carried is not None:
             finished = {self.numbers[name] for name, part in parts.items() if part.is_finished}
             columns = self._with_carried(columns, finished)
-        self._take(join(columns))
+        self._take(join(self._above_floors(columns)))
         self.version += 1
 
     def _settle(self, parts: Mapping[str, StreamSpans]) -> None:
         """Begin anew where something other than new spans and evictions has changed."""
         signature = [(name, p.stream, p.hidden, p.discarded) for name, p in parts.items() if _is_special(p)]
-        is_lost = not self._seen.keys() <= parts.keys()
+        is_lost = any(self._is_shown(name) for name in self._seen.keys() - parts.keys())
         is_back = any(self._first_rows.get(name, 0) > part.first_row for name, part in parts.items())
         is_moved = bool(signature) and any(
             part.first_row != self._first_rows.get(name, 0) for name, part in parts.items()
@@ -176,15 +181,18 @@ class EpisodeIndex:
             self._restart()
             self._append(own)
 
+    def _is_shown(self, stream: str) -> bool:
+        """Whether there are episodes of a stream here."""
+        return bool((self.stream.host[self.first : self.n] == self.numbers[stream]).any())
+
     def _restart(self) -> None:
         self._seen, self._carried, self._first_rows = {}, None, {}
         self.first = self.n = self.n_closed = self._n_closed_spans = self._first_span = self.step_base = 0
         self.logical.rewrite(0, np.zeros(1, np.int64))
         for array in (self.step_sums, self.flags, *self._columns(), *self._span_columns()):
             array.rewrite(0, array.host[:0])
-        self._far = {}
         for entries in self._entries:
-            entries.rewrite(0, entries.host[:0])
+            entries.clear()
         self.generation += 1
         self.heads = []
 
@@ -206,8 +214,9 @@ class EpisodeIndex:
     def marks(self) -> Array:
         """By source: rows below were evicted."""
         marks = np.zeros(len(self.numbers) + 1, np.int64)
-        for name, row in self._first_rows.items():
-            marks[self.numbers[name] + 1] = row
+        for name, row in (*self._first_rows.items(), *self._own_marks.items()):
+            source = self.numbers[name] + 1
+            marks[source] = max(marks[source], row)
         return marks
 
     def _columns(self) -> tuple[Growing, ...]:
@@ -242,9 +251,88 @@ class EpisodeIndex:
             entry = entry[entry < self.n_closed]
             stop = max(stop, int(entry.max()) + 1 if len(entry) else 0)
         if stop:
-            self._trim_head(stop, {self.numbers[name] + 1: mark for name, mark in marks.items()})
-        if self.first > _MIN_DENSE and self.first > self.n // 2:
-            self._compact()
+            self._trim_head(stop, self._lost_rows(stop, {self.numbers[n] + 1: mark for n, mark in marks.items()}))
+
+    def _head_spans(self, stop: int) -> tuple[int, Array, Array]:
+        """Spans of the entries before ``stop``: where they stop, the entry of each from `first` on, and its rows."""
+        span_stop = int(np.searchsorted(self.span_logical.host[: self._n_closed_spans], self.logical.host[stop]))
+        logical = self.span_logical.host[self._first_span : span_stop]
+        owner = np.searchsorted(self.logical.host[self.first : stop + 1], logical, side="right") - 1
+        return span_stop, owner, np.diff(np.append(logical, self.logical.host[stop]))
+
+    def _lost_rows(self, stop: int, marks: Mapping[int, int]) -> Array:
+        """By entry from `first` on: how many of its rows lie below the marks of their sources."""
+        span_stop, owner, n = self._head_spans(stop)
+        row, source = (c.host[self._first_span : span_stop] for c in (self.span_row, self.span_source))
+        mark = np.array([marks.get(s, 0) for s in range(int(source.max(initial=0)) + 1)], np.int64)[source]
+        return np.bincount(owner, np.clip(mark - row, 0, n), stop - self.first).astype(np.int64)
+
+    def evict(self, stream: Array, episode: Array, t: Array) -> tuple[Array, Array]:
+        """Take away the steps of episodes below ``t`` (`GONE` for all); costs the entries up to the last of them.
+
+        Returns episode and t of those that belong to the writer that is followed and are not placed for good yet:
+        whoever tells of them has to leave these steps out.
+        """
+        for number in np.unique(stream):
+            mine = stream == number
+            floors = self._floors[number]
+            floors.put(episode[mine], np.maximum(floors.get(episode[mine]), t[mine]))
+        self._has_floors = True
+        entry = self.find(stream, episode)
+        closed = (entry >= 0) & (entry < self.n_closed)
+        if closed.any():
+            stop = int(entry[closed].max()) + 1
+            lost = np.zeros(stop - self.first, np.int64)
+            lost[entry[closed] - self.first] = t[closed] - self.t_base.host[entry[closed]]
+            self._trim_head(stop, lost.clip(0))
+        open_ = entry >= self.n_closed
+        is_live = open_ & (stream == self.numbers.get(self.followed, -1))
+        if (open_ & ~is_live).any() and self._carried is not None:
+            self._take(join(self._above_floors(self._carried)))
+        if is_live.any():
+            base = self.t_base.host[entry[is_live]]
+            stops = np.minimum(t[is_live], base + self.lengths_of(entry[is_live]))
+            self._note_evicted(stream[is_live], episode[is_live], base, stops)
+        self.version += 1
+        return episode[is_live], t[is_live]
+
+    def _note_evicted(self, stream: Array, episode: Array, start: Array, stop: Array) -> None:
+        if self.follows_evictions:
+            rows = np.stack([np.asarray(a, np.int64) for a in (stream, episode, start, stop)], 1)
+            self._evictions.append(rows[rows[:, 3] > rows[:, 2]])
+
+    def take_evictions(self) -> Array:
+        """What was evicted since this was last asked: stream, episode, t from and to, one row each."""
+        taken, self._evictions = self._evictions, []
+        return np.concatenate([np.empty((0, 4), np.int64), *taken])
+
+    def set_marks(self, marks: Mapping[str, int]) -> None:
+        """Rows of streams below these are in no episode here any more, and never will be."""
+        self._own_marks |= marks
+
+    def first_live_rows(self) -> dict[str, int]:
+        """By stream that holds rows: the first row that an episode here has; looks at all spans."""
+        first = np.full(len(self.numbers) + 1, GONE)
+        spans = slice(self._first_span, None)
+        np.minimum.at(first, self.span_source.host[spans], self.span_row.host[spans])
+        return {name: int(first[n + 1]) for name, n in self.numbers.items()}
+
+    def _above_floors(self, columns: dict[str, Array]) -> dict[str, Array]:
+        """Spans without what was evicted here, whatever their records say."""
+        if not self._has_floors or not len(columns["episode"]):
+            return columns
+        floor = np.zeros(len(columns["episode"]), np.int64)
+        for number in np.unique(columns["stream"]):
+            mine = columns["stream"] == number
+            floor[mine] = self._floors[number].get(columns["episode"][mine])
+        gone = np.clip(floor - columns["t_start"], 0, columns["row_stop"] - columns["row_start"])
+        return self._without(columns, gone)
+
+    def _without(self, columns: dict[str, Array], gone: Array) -> dict[str, Array]:
+        """Spans without so many of their first rows."""
+        t = columns["t_start"]
+        self._note_evicted(columns["stream"], columns["episode"], t, t + gone)
+        return columns | {name: columns[name] + gone for name in ("row_start", "t_start", "n_evicted")}
 
     def _trim_carried(self, marks: Mapping[str, int]) -> None:
         carried = self._carried
@@ -252,25 +340,23 @@ class EpisodeIndex:
             return
         for name, mark in marks.items():
             mine = carried["source"] == self.numbers[name]
-            gone = np.where(
-                mine, np.clip(mark, carried["row_start"], carried["row_stop"]) - carried["row_start"], 0
-            )
-            carried |= {name: carried[name] + gone for name in ("row_start", "t_start", "n_evicted")}
+            rows = carried["row_start"], carried["row_stop"]
+            carried = self._without(carried, np.where(mine, np.clip(mark, *rows) - rows[0], 0))
         self._carried = carried
 
-    def _trim_head(self, stop: int, marks: Mapping[int, int]) -> None:
-        """Take evicted rows off the entries before ``stop``; what is left of them moves up to ``stop``."""
+    def _trim_head(self, stop: int, lost: Array) -> None:
+        """Take lost rows off the entries before ``stop``; what is left of them moves up to ``stop``."""
         first, entries = self.first, np.arange(self.first, stop)
-        span_stop = int(np.searchsorted(self.span_logical.host[: self._n_closed_spans], self.logical.host[stop]))
-        spans = slice(self._first_span, span_stop)
-        logical, row, source = (column.host[spans].copy() for column in self._span_columns())
-        n = np.diff(np.append(logical, self.logical.host[stop]))
-        mark = np.array([marks.get(s, 0) for s in range(int(source.max(initial=0)) + 1)], np.int64)[source]
-        gone = np.clip(mark - row, 0, n)
-        owner = np.searchsorted(self.logical.host[first : stop + 1], logical, side="right") - 1
-        lost = np.bincount(owner, gone, len(entries)).astype(np.int64)
-        rows = np.diff(self.logical.host[first : stop + 1]) - lost
+        rows = np.diff(self.logical.host[first : stop + 1])
         steps = rows - (self.flags.host[first:stop] & HAS_FINAL)
+        base = self.t_base.host[first:stop]
+        lost = np.minimum(lost, rows)
+        gone_t = base + np.minimum(lost, steps)
+        self._note_evicted(self.stream.host[first:stop], self.episode.host[first:stop], base, gone_t)
+        span_stop, owner, n = self._head_spans(stop)
+        logical, row, source = (c.host[self._first_span : span_stop].copy() for c in self._span_columns())
+        gone = np.clip((self.logical.host[first:stop] + lost)[owner] - logical, 0, n)
+        rows, steps = rows - lost, steps - lost
         kept = steps > 0
         self._forget(entries[~kept])
         span_kept = kept[owner] & (n > gone)
@@ -278,6 +364,8 @@ class EpisodeIndex:
         self._move_spans(span_stop, moved, (n - gone)[span_kept], int(self.logical.host[stop]))
         self._move_entries(stop, entries[kept], rows[kept], steps[kept], lost[kept])
         self.heads.append(stop)
+        if self.first > _MIN_DEAD and self.first > self.n // 2:
+            self._compact()
 
     def _move_spans(self, stop: int, columns: Sequence[Array], n: Array, end: int) -> None:
         start = stop - len(n)
@@ -308,11 +396,8 @@ class EpisodeIndex:
     def _forget(self, entries: Array) -> None:
         stream, episode = self.stream.host[entries], self.episode.host[entries]
         for number in np.unique(stream):
-            chosen, known = episode[stream == number], self._entries[number]
-            known.put(chosen[chosen < known.n], np.full(int((chosen < known.n).sum()), -1))
-        if self._far:
-            for pair in zip(stream.tolist(), episode.tolist(), strict=True):
-                self._far.pop(pair, None)
+            chosen = episode[stream == number]
+            self._entries[number].put(chosen, np.full(len(chosen), -1))
 
     def _take(self, joined: JoinedSpans) -> None:
         end = joined.columns["end"][joined.last]
@@ -359,24 +444,18 @@ class EpisodeIndex:
         """The number of a stream, which is given one if it has none."""
         if stream not in self.numbers:
             self.numbers[stream] = len(self.numbers)
-            self._entries.append(Growing(np.int64, _CPU))
+            self._entries.append(ByEpisode())
+            self._floors.append(ByEpisode(default=0))
             self.newest = np.append(self.newest, -1)
         return self.numbers[stream]
 
     def _note(self, start: int, stop: int | None = None) -> None:
         """Remember entries by stream and episode."""
         stream, episode = self.stream.host[start:stop], self.episode.host[start:stop]
-        # Writers number episodes without large gaps; a table of any other numbers would take any memory.
-        far = episode >= _DENSE * (self.n + len(episode)) + _MIN_DENSE
         np.maximum.at(self.newest, stream, episode)
-        for i in np.flatnonzero(far):
-            self._far[int(stream[i]), int(episode[i])] = start + int(i)
-        for number in np.unique(stream[~far]):
-            chosen = np.flatnonzero((stream == number) & ~far)
-            known, high = self._entries[number], int(episode[chosen].max()) + 1
-            if high > known.n:
-                known.rewrite(known.n, np.full(high - known.n, -1))
-            known.put(episode[chosen], start + chosen)
+        for number in np.unique(stream):
+            chosen = np.flatnonzero(stream == number)
+            self._entries[number].put(episode[chosen], start + chosen)
 
     def _compact(self) -> None:
         """Give back the memory of entries that were evicted, once they are the larger part."""
@@ -386,8 +465,7 @@ class EpisodeIndex:
         for array in self._span_columns():
             array.rewrite(0, array.host[first_span:].copy())
         for known in self._entries:
-            known.put(np.arange(known.n), np.where(known.host >= 0, known.host - first, -1))
-        self._far = {pair: entry - first for pair, entry in self._far.items()}
+            known.map(-first)
         self.n, self.n_closed, self.first = self.n - first, self.n_closed - first, 0
         self._n_closed_spans, self._first_span = self._n_closed_spans - first_span, 0
         self.generation += 1
@@ -419,6 +497,11 @@ class EpisodeIndex:
         return int(self.logical.host[self.n])
 
     @property
+    def n_steps(self) -> int:
+        """Steps of all episodes."""
+        return int(self.step_sums.host[self.n - 1]) - self.step_base if self.n else 0
+
+    @property
     def nbytes(self) -> int:
         arrays = (self.logical, self.step_sums, self.flags, self.stream, self.episode, self.t_base, self.env)
         return sum(a.nbytes for a in (*arrays, *self._entries)) + self.span_nbytes
@@ -445,17 +528,13 @@ class EpisodeIndex:
         found = np.full(len(stream), -1)
         for number in np.unique(stream):
             if 0 <= number < len(self._entries):
-                known, chosen = self._entries[number].host, np.flatnonzero(stream == number)
-                chosen = chosen[(episode[chosen] >= 0) & (episode[chosen] < len(known))]
-                found[chosen] = known[episode[chosen]]
-        if self._far:
-            for i in np.flatnonzero(found < 0):
-                found[i] = self._far.get((int(stream[i]), int(episode[i])), -1)
+                chosen = np.flatnonzero(stream == number)
+                found[chosen] = self._entries[number].get(episode[chosen])
         return found
 
     def table_of(self, stream: int) -> Array | None:
         """The entry of each episode of a stream, or -1; None where some have outlandish numbers."""
-        return None if self._far else self._entries[stream].host
+        return self._entries[stream].table
 
     def facts(self) -> tuple[Any, ...]:
         """What compiled loops need to know of episodes and spans, on the host."""

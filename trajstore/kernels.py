@@ -213,11 +213,7 @@ def addresses_of(
     logical: Array,
     flags: Array,
     t_base: Array,
-    span_logical: Array,
-    span_row: Array,
-    span_source: Array,
-    is_simple: bool,
-    base: Array,
+    homes: Array,
     address: Array,
 ) -> None:
     """Addresses of the steps that handles of one stream name; -1 for evicted ones, -2 past the end, -3 unknown."""
@@ -231,37 +227,10 @@ def addresses_of(
         e = entries[episode] if episode < len(entries) else np.int64(-1)
         if e < 0 or t < t_base[e]:
             address[i] = -1
-            continue
-        position = t - t_base[e]
-        if position >= logical[e + 1] - logical[e] - (flags[e] & HAS_FINAL):
+        elif t - t_base[e] >= logical[e + 1] - logical[e] - (flags[e] & HAS_FINAL):
             address[i] = -2
-            continue
-        wanted = logical[e] + position
-        span = e if is_simple else _last_at(span_logical, wanted)
-        address[i] = base[span_source[span]] + span_row[span] + (wanted - span_logical[span])
-
-
-@compiled
-def steps_at(
-    address: Array,
-    low: int,
-    high: int,
-    span_rows: Array,
-    spans: Array,
-    entries: Array,
-    t_base: Array,
-    entry: Array,
-    position: Array,
-) -> None:
-    """Index entries and positions of the steps at addresses of one source, which has those in [low, high)."""
-    for i in range(len(address)):
-        if address[i] < low or address[i] >= high:
-            continue
-        row = address[i] - low
-        span = _last_at(span_rows, row)
-        e = entries[spans[span, 0]]
-        entry[i] = e
-        position[i] = spans[span, 2] + row - spans[span, 3] - t_base[e]
+        else:
+            address[i] = homes[episode] + t
 
 
 @compiled

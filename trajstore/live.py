@@ -19,7 +19,10 @@ from trajstore.spans import End, ranges
 from trajstore.staging import Staging
 
 PAGE_ROWS = 64
-_COLUMNS = ("episode", "env", "n_rows", "end", "has_final", "ended_at", "committed", "live", "next", "room")
+_COLUMNS = (
+    *("episode", "env", "n_rows", "end", "has_final", "ended_at", "committed", "live", "next", "room"),
+    "floor",  # steps below were evicted
+)
 _N_ROWS, _LIVE, _NEXT, _ROOM = (_COLUMNS.index(name) for name in ("n_rows", "live", "next", "room"))
 
 
@@ -119,6 +122,8 @@ class LiveEpisodes:
         self._is_changed = True
         self._is_longer = False  # some episode, and nothing else has changed
         self._growing = np.empty(0, np.int64)  # where the growing episodes stand that were told of last
+        self.keeps_arrivals = False
+        self._arrivals: list[Array] = []  # episodes of the rows that came since, in that order
 
     # ---- called by the writer
 
@@ -227,6 +232,8 @@ class LiveEpisodes:
         live = slice(row, row + 1)
         rows = {path: column[live] for path, column in staging.columns.items()}
         taken.append(Taken(rows, values[_NEXT : _NEXT + 1].copy()))
+        if self.keeps_arrivals:
+            self._arrivals.append(staging.episode[live].copy())
         values[[_N_ROWS, _LIVE, _NEXT]] += 1
         values[_ROOM] -= 1
         self._is_longer = True
@@ -249,7 +256,7 @@ class LiveEpisodes:
             return False
         env = block.env[order[first]]
         n = int(fresh.sum())
-        self._episodes.append(ids[fresh], env[fresh], 0, int(End.OPEN), 0, -1, 0, 0, 0, 0) if n else None
+        self._episodes.append(ids[fresh], env[fresh], 0, int(End.OPEN), 0, -1, 0, 0, 0, 0, 0) if n else None
         slot = np.searchsorted(self._episodes["episode"], ids)
         if values is not None and len(order):
             rows = self._allot(ids, slot, count, n_pages)
@@ -258,6 +265,8 @@ class LiveEpisodes:
         elif len(order):
             self._episodes["room"][slot] = 0  # these rows are in the stream; what follows begins another page
         self._episodes["n_rows"][slot] += count
+        if self.keeps_arrivals:
+            self._arrivals.append(block.episode)
         self._end(block.ends)
         self._is_changed = True
         return True
@@ -367,6 +376,18 @@ class LiveEpisodes:
         row = spans["row"][span] + t - spans["t"][span]
         return Taken({path: np.asarray(value)[None] for path, value in values.items()}, np.array([row]))
 
+    def take_arrivals(self) -> Array:
+        """Episodes of the rows that were taken up since this was last asked, in order of arrival."""
+        taken, self._arrivals = self._arrivals, []
+        return np.concatenate([_EMPTY, *taken])
+
+    def trim(self, episode: Array, t: Array) -> None:
+        """Steps of these episodes below ``t`` were evicted."""
+        slot, known = self._slots(episode)
+        floor = self._episodes["floor"]
+        floor[slot] = np.maximum(floor[slot], np.minimum(t[known], self._episodes["n_rows"][slot]))
+        self._is_changed = True
+
     def retell(self) -> None:
         """Tell everything again when asked next: the index has been written from what was told before."""
         self._is_changed = True
@@ -376,7 +397,7 @@ class LiveEpisodes:
         if self._is_changed or not self._is_longer:
             return None
         self._is_longer = False
-        n_rows: Array = self._episodes["n_rows"][self._growing]
+        n_rows: Array = (self._episodes["n_rows"] - self._episodes["floor"])[self._growing]
         return n_rows
 
     def episodes(self) -> tuple[Episodes, Episodes, Episodes] | None:
@@ -397,14 +418,14 @@ class LiveEpisodes:
         if n_placed:
             self._drop(gone)
         growing = np.flatnonzero(table["end"] == End.OPEN)
-        self._growing = growing[table["n_rows"][growing] > 0]
+        self._growing = growing[(table["n_rows"] - table["floor"])[growing] > 0]
         return blocks[0], blocks[1], blocks[2]
 
     def _described(self, slots: Array) -> Episodes:
         if not len(slots):
             return _NONE
         table, spans = self._episodes, self._spans
-        slots = slots[table["n_rows"][slots] - table["has_final"][slots] > 0]
+        slots = slots[(table["n_rows"] - table["has_final"] - table["floor"])[slots] > 0]
         rank = np.full(table.n, -1)
         rank[slots] = np.arange(len(slots))
         owner = rank[np.searchsorted(table["episode"], spans["episode"])]
@@ -413,10 +434,13 @@ class LiveEpisodes:
         t, stop = spans["t"][mine], table["n_rows"][slots][owner[mine]]
         same = np.flatnonzero(owner[mine][1:] == owner[mine][:-1])
         stop[same] = t[same + 1]
-        flags = flags_of(table["end"][slots], table["has_final"][slots])
-        zeros = np.zeros(len(slots), np.int64)
-        facts = zeros + self._stream, table["episode"][slots], table["env"][slots], zeros, table["n_rows"][slots]
-        return Episodes(*facts, flags, stop - t, spans["row"][mine], spans["source"][mine])
+        flags, floor = flags_of(table["end"][slots], table["has_final"][slots]), table["floor"][slots]
+        stream, n_rows = np.full(len(slots), self._stream), table["n_rows"][slots] - floor
+        start = np.maximum(t, floor[owner[mine]])
+        left = stop > start
+        mine, row = mine[left], (spans["row"][mine] + start - t)[left]
+        facts = stream, table["episode"][slots], table["env"][slots], floor, n_rows
+        return Episodes(*facts, flags, (stop - start)[left], row, spans["source"][mine])
 
 
 _EMPTY = np.empty(0, np.int64)

@@ -14,11 +14,11 @@ from trajstore.assembler import Assembler, Kind, Where
 from trajstore.draws import Among, first_recent
 from trajstore.errors import DataError
 from trajstore.priorities import Priorities
-from trajstore.priority_table import EVICTED, PAST_END, PriorityTable
+from trajstore.priority_table import EVICTED, PAST_END, Change, PriorityTable
 from trajstore.rng import Counter
 from trajstore.schema import Array
 from trajstore.sizes import check_positive
-from trajstore.spans import ranges
+from trajstore.spans import all_between
 from trajstore.starts import Draw, joined
 from trajstore.sumtree import SumTree
 from trajstore.windows import Windows
@@ -48,23 +48,24 @@ class PrioritySampler:
         self._trees: dict[tuple[Windows, Where | None], _Tree] = {}
         self._masses = _Masses(options)
         self._seen = -1
+        self._known: set[str] = set()  # streams whose stored priorities were looked for
         self._saved_by = ""  # the stream of the writer that has put what is stored
         self._saved: dict[int, tuple[int, int]] = {}  # by source: first row of its generation, changes since
 
     def follow(self) -> None:
         """Catch up with the index."""
         index = self.source.index
-        snapshot = self.source.snapshot
-        if self._seen == index.version or snapshot.schema is None:
+        if self._seen == index.version or not index.numbers:
             return
-        known = set(np.flatnonzero(self.table.n_rows).tolist())
-        fresh = {name for name, number in index.numbers.items() if number + 1 not in known}
+        snapshot = self.source.snapshot
+        fresh = index.numbers.keys() - self._known
         targets = {t for record in snapshot.streams for t, named in record.columns.items() if COLUMN in named}
         stored = snapshot.column(COLUMN, fresh & targets) if fresh & targets else {}
-        # First, so that rows which got no value yet get the largest so far.
+        # First, so that steps which got no value yet get the largest so far.
         self.table.check({name: values for name, (_, values) in stored.items()})
-        self.table.follow(snapshot)
+        self.table.follow()
         self.table.load({index.numbers[name] + 1: found for name, found in stored.items()})
+        self._known |= fresh
         self._seen = index.version
 
     def save(self, writer: Writer) -> int:
@@ -73,11 +74,15 @@ class PrioritySampler:
         Single values at first; once they are more than half of a stream's rows, all of them.
         """
         self.follow()
-        if self._saved_by != writer.stream:
+        is_new = self._saved_by != writer.stream
+        if is_new:  # another writer: what the one before had may never have become durable
             self._saved_by, self._saved = writer.stream, {}
         changes = self.table.take_changes()
-        if not self._saved:  # another writer: what the one before had may never have become durable
-            changes = {source: np.arange(n) for source, n in enumerate(self.table.n_rows.tolist()) if n}
+        if is_new:
+            for source in range(1, len(self.source.index.numbers) + 1):
+                rows, address = self.table.rows_of(source)
+                if len(rows):
+                    changes[source] = rows, address
         try:
             n = self._hand_over(changes, writer)
         except BaseException:
@@ -85,23 +90,33 @@ class PrioritySampler:
             raise
         return n
 
-    def _hand_over(self, changes: Mapping[int, Array], writer: Writer) -> int:
+    def _hand_over(self, changes: Mapping[int, tuple[Array, Array]], writer: Writer) -> int:
         names, marks, n = list(self.source.index.numbers), self.source.index.marks, 0
-        for source, rows in changes.items():
-            first, n_rows = int(marks[source]), int(self.table.n_rows[source])
-            old_first, n_deltas = self._saved.get(source, (0, n_rows))
-            low, _ = self.table.range_of(source, 0, 0)
-            rows = rows[rows >= max(first, old_first)]
-            if n_deltas + len(rows) > (n_rows - first) // 2:
-                values = self.table.values[low + first : low + n_rows].cpu().numpy().copy()
-                writer.put_column(COLUMN, names[source - 1], values, first=first)
+        n_rows = {record.id: record.rows for record in self.source.snapshot.streams}
+        for source, (rows, address) in changes.items():
+            name = names[source - 1]
+            first, stop = int(marks[source]), n_rows[name]
+            old_first, n_deltas = self._saved.get(source, (0, stop))
+            here = rows >= max(first, old_first)
+            rows, address = rows[here], address[here]
+            if n_deltas + len(rows) > (stop - first) // 2:
+                values = self._by_row(source, first, stop)
+                writer.put_column(COLUMN, name, values, first=first)
                 self._saved[source] = first, 0
             else:
-                values = self.table.values[torch.from_numpy(low + rows).to(self.source.device)].cpu().numpy()
-                writer.put_column(COLUMN, names[source - 1], values, rows=rows)
+                values = self.table.get(address)
+                writer.put_column(COLUMN, name, values, rows=rows)
                 self._saved[source] = old_first, n_deltas + len(rows)
             n += len(values)
         return n
+
+    def _by_row(self, source: int, first: int, stop: int) -> Array:
+        """Priorities of a stream's rows; rows that hold no step of the index have 0."""
+        values = np.zeros(stop - first, np.float32)
+        rows, address = self.table.rows_of(source)
+        here = rows >= first
+        values[rows[here] - first] = self.table.get(address[here])
+        return values
 
     def configure(self, **changes: Any) -> None:
         """Change options; a change of what masses are made of makes all of them anew."""
@@ -212,20 +227,18 @@ class PrioritySampler:
         return address
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on as before, together with the priorities themselves."""
+        """What it takes to go on as before, the priorities themselves included."""
         return {
             "n_batches": self.n_batches,
             "n_ignored": self.n_ignored,
-            "largest": self.table.largest,
-            "layout": self.table.layout_state(),
+            "table": self.table.state_dict(),
             "masses": self._masses.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.n_batches, self.n_ignored = int(state["n_batches"]), int(state["n_ignored"])
         self.follow()
-        self.table.largest = float(state["largest"])
-        self.table.set_layout(state["layout"])
+        self.table.load_state_dict(state["table"])
         self._masses.load_state_dict(state["masses"], self.source.device)
         self._trees = {}
 
@@ -328,14 +341,16 @@ class _Masses:
             "limit": self._limit,
             "size": self._size,
             "ranked_at": self._ranked_at,
+            "is_loose": self._is_loose,
             "ranks": None if self._ranks is None else self._ranks.cpu(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device) -> None:
         self._scale, self._limit = float(state["scale"]), float(state["limit"])
         self._size, self._ranked_at = int(state["size"]), int(state["ranked_at"])
+        self._is_loose = bool(state["is_loose"])
         ranks = state["ranks"]
-        self._ranks = None if ranks is None else ranks.to(device)
+        self._ranks = None if ranks is None else torch.as_tensor(ranks).to(device)
 
 
 class _Tree:
@@ -350,9 +365,8 @@ class _Tree:
         with_min = owner.options.normalize == "buffer"
         self._tree = SumTree(source.device, compiled=source.kernels is not None, with_min=with_min)
         self._seen = (-1, -1, -1)  # generation, version of the index, layout of the table
-        self._n_closed = self._n_heads = 0
-        self._marks = np.empty(0, np.int64)  # by source: rows below were evicted
-        self._tail = np.empty((3, 0), np.int64)  # stream, episode and t where valid starts stop, of open episodes
+        self._n_closed = self._n_heads = self._n_changes = 0
+        self._tail = np.empty((4, 0), np.int64)  # of open episodes: stream, episode, first t, t where starts stop
         self.kind = source.kind(windows, where)
 
     @property
@@ -368,26 +382,32 @@ class _Tree:
         if seen == self._seen:
             return
         is_same = self._seen[0] == index.generation and self._seen[2] == self._table.layout and self._where is None
-        marks = index.marks
-        if not is_same or self.kind.starts.chains is not None:
+        changes = self._table.changes_since(self._n_changes)
+        if not is_same or changes is None or self.kind.starts.chains is not None:
             self._rebuild(masses)
         else:
             self._tree.resize(self._table.size)
-            if len(index.heads) > self._n_heads or (marks[: len(self._marks)] != self._marks).any():
-                self._trim(marks, max(index.heads[self._n_heads :], default=0), masses)
+            for change in changes:
+                self._follow_change(change)
+            if len(index.heads) > self._n_heads:
+                self._trim(max(index.heads[self._n_heads :]), masses)
             self._extend(masses)
-        self._n_closed, self._n_heads, self._seen, self._marks = index.n_closed, len(index.heads), seen, marks
+        self._n_closed, self._n_heads, self._seen = index.n_closed, len(index.heads), seen
+        self._n_changes = self._table.n_changes
         tail = slice(index.n_closed, index.n)
-        stop = self._valid(np.arange(index.n_closed, index.n))[1] + index.t_base.host[tail]
-        self._tail = np.stack([index.stream.host[tail], index.episode.host[tail], stop])
+        base = index.t_base.host[tail]
+        stop = self._valid(np.arange(index.n_closed, index.n))[1] + base
+        self._tail = np.stack([index.stream.host[tail], index.episode.host[tail], base, stop])
 
-    def _trim(self, marks: Array, stop: int, masses: _Masses) -> None:
-        """Take away the masses of evicted rows, and of windows that reach into them."""
-        for source, mark in enumerate(marks):
-            before = int(self._marks[source]) if source < len(self._marks) else 0
-            if mark > before:
-                low, high = self._table.range_of(source, before, int(mark))
-                self._tree.put_range(low, torch.zeros(high - low, dtype=torch.int64, device=self._source.device))
+    def _follow_change(self, change: Change) -> None:
+        """Steps have moved, or are gone."""
+        old = torch.from_numpy(change.old).to(self._source.device)
+        if change.new is not None:
+            self._tree.put(torch.from_numpy(change.new).to(self._source.device), self._tree.get(old))
+        self._tree.put(old, torch.zeros_like(old))
+
+    def _trim(self, stop: int, masses: _Masses) -> None:
+        """Take away the masses of windows that reach into evicted steps."""
         if self._windows.lead or self._windows.boundary == "short":
             entry = np.arange(self._source.index.first, min(stop, self._n_closed))
             self._clear(entry, np.zeros_like(entry), self._source.index.lengths_of(entry))
@@ -404,12 +424,11 @@ class _Tree:
         entry = np.arange(self._n_closed, index.n)
         first, stop = self._valid(entry)
         done = np.zeros(len(entry), np.int64)
-        stream, episode, t_stop = self._tail
+        stream, episode, t_start, t_stop = self._tail
         was_open = index.find(stream, episode)
         for i in np.flatnonzero(was_open < 0):  # aborted, or evicted whole: rare
-            low_high = self._table.ranges_of(int(stream[i]), int(episode[i]))
-            for low, high in low_high:
-                self._tree.put_range(low, torch.zeros(high - low, dtype=torch.int64, device=self._source.device))
+            gone = self._table.forget_episode(*(int(a[i]) for a in (stream, episode, t_start, t_stop)))
+            self._follow_change(Change(gone, None))
         here = was_open >= self._n_closed
         was_open = was_open[here]
         done[was_open - self._n_closed] = (t_stop[here] - index.t_base.host[was_open]).clip(0)
@@ -423,7 +442,7 @@ class _Tree:
         self._set(entry, np.maximum(first, np.minimum(done, stop)), stop, masses)
 
     def _clear(self, entry: Array, first: Array, stop: Array) -> None:
-        owner, position = _ranges(first, stop)
+        owner, position = all_between(first, stop)
         if len(position):
             address = torch.from_numpy(self._table.addresses(entry[owner], position)).to(self._source.device)
             self._tree.put(address, torch.zeros_like(address))
@@ -443,7 +462,7 @@ class _Tree:
 
     def _set(self, entry: Array, first: Array, stop: Array, masses: _Masses) -> None:
         """Give masses to the starts at positions from ``first`` to ``stop`` of index entries."""
-        owner, position = _ranges(first, stop)
+        owner, position = all_between(first, stop)
         if not len(position):
             return
         address = self._table.addresses(entry[owner], position)
@@ -485,12 +504,12 @@ class _Tree:
     def put(self, where: torch.Tensor, address: Array, masses: _Masses) -> None:
         """Take over changed priorities of steps."""
         is_simple = self._owner.options.over == "start" or self._windows.length == 1
-        is_behind = self._seen[1] != self._source.index.version
-        if is_behind or (not is_simple and self.kind.starts.chains is not None):
-            self._seen = (-1, -1, -1) if len(address) else self._seen  # made anew when it is asked for
-            return
         if not len(address):
             return
+        if not is_simple and self.kind.starts.chains is not None:
+            self._seen = (-1, -1, -1)  # made anew when it is asked for
+            return
+        self.update(masses)
         if is_simple:
             old = self._tree.get(where)
             mass = masses.of(self._table.values[where])
@@ -615,12 +634,6 @@ class _Tree:
             "effective_sample_size": 1.0 / squares if squares else 0.0,
             "mass_by_age": by_age.tolist(),
         }
-
-
-def _ranges(first: Array, stop: Array) -> tuple[Array, Array]:
-    """All positions from first to stop, range after range, and the range that each is of."""
-    owner, number = ranges(np.maximum(stop - first, 0))
-    return owner, number + first[owner]
 
 
 def _checked(index: torch.Tensor, priority: torch.Tensor) -> tuple[Array, Array]:

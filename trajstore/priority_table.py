@@ -1,138 +1,273 @@
-"""Raw priorities, one a row of every stream, and where each row belongs."""
+"""Raw priorities, one a step, at addresses that do not depend on where the steps are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from trajstore.errors import CorruptionError
 from trajstore.growing import Growing
-from trajstore.index import EpisodeIndex
+from trajstore.index import LIVE, OPEN, EpisodeIndex
+from trajstore.numbered import ByEpisode
 from trajstore.schema import Array
-from trajstore.snapshot import Snapshot
-from trajstore.spans import ranges
+from trajstore.spans import all_between, ranges
 
 EVICTED, PAST_END, UNKNOWN = -1, -2, -3  # what stands for the address of a step that is not here; as in kernels
-_MIN_ROOM = 1024
-_MAX_CHANGED = 1 << 20
+_HOMELESS = -(1 << 62)
+_MIN_ROOM = 16  # steps that an open episode gets room for at least
+_SLACK = 1 << 16  # addresses in no use that are not worth giving back
+_MAX_LOG = 1024
+_CPU = torch.device("cpu")
+
+
+class Change(NamedTuple):
+    """Steps that have another address now, or none any more."""
+
+    old: Array
+    new: Array | None
+
+
+class _Places(NamedTuple):
+    """Of episodes: the address that step 0 has or would have, and the steps up to which there is room and a value."""
+
+    home: Array
+    limit: Array
+    known: Array
 
 
 class PriorityTable:
-    """A float32 for every row, at an address: rows of all sources, counted through.
+    """A float32 for every step in the index, at an address: the home of its episode plus t.
 
-    Every source has a range with room to grow; one that outgrows it moves to the end. Values are raw priorities as
-    they were given; rows that got none have the initial one.
+    Episodes get a range of addresses when they are first seen, one after the other. An open one gets room to grow
+    and moves to a larger range when it has outgrown it. Draws go by address, so the ranges decide what is drawn: they
+    depend on the order in which steps were seen and on nothing else, above all not on when they reach the disk.
 
     Attributes:
-        values: By address.
-        size: Addresses in use, unused room included.
+        values: By address; 0 where there is no step.
+        size: Addresses in use, room included.
         largest: The largest priority so far.
-        layout: Changes when ranges moved.
+        layout: Changes when all ranges were laid anew.
     """
 
     def __init__(self, index: EpisodeIndex, initial: float | None) -> None:
         self._index = index
-        self.initial = initial  # of new rows; None: the largest so far
+        index.follows_evictions = True
+        self.initial = initial  # of new steps; None: the largest so far
         self._device = index.device
         self.values = torch.zeros(0, dtype=torch.float32, device=self._device)
+        self._dirty = np.zeros(0, bool)  # by address: set since it was last saved
         self.size = self.layout = 0
         self.largest = 1.0 if initial is None else initial
-        self._base = np.empty(0, np.int64)  # by source
-        self._room = np.empty(0, np.int64)
-        self.n_rows = np.empty(0, np.int64)
-        self._span_rows: dict[int, Growing] = {}  # by source: first rows of its spans, which rise
-        self._parts: Sequence[Array] = ()  # by source: its spans
-        self._streams = np.empty(0, np.int64)  # by source: the number of the stream that handles name
-        self._changed: list[Array] = []  # addresses whose value was set
-        self._n_changed = 0
-        self._dirty: list[tuple[int, Array]] = []  # sources and rows whose value was set
+        self._typical = 0.0  # length of episodes that ended lately
+        self._places: list[tuple[ByEpisode, ByEpisode, ByEpisode]] = []  # by stream number: home, limit, known
+        self._starts = Growing(np.int64, _CPU)  # of ranges, rising, and whose they are; moved ones are left behind
+        self._range_stream = Growing(np.int64, _CPU)
+        self._range_episode = Growing(np.int64, _CPU)
+        self._seen = (-1, 0)  # generation of the index, and where episodes stopped that had ended
+        self._log: list[Change] = []
+        self._n_forgotten = 0  # changes that the log does not hold any more
 
-    def follow(self, snapshot: Snapshot) -> None:
-        """Make room for the rows of a newer snapshot; new ones get the initial priority."""
-        number = self._index.numbers
-        names = [record.id for record in snapshot.streams]
-        rows = np.zeros(len(number) + 1, np.int64)
-        rows[[number[name] + 1 for name in names]] = [record.rows for record in snapshot.streams]
-        self._grow(rows)
-        parts: list[Array] = [np.empty((0, 9), np.int64)] * len(rows)
-        streams = np.full(len(rows), -1)
-        logical = snapshot.names
-        for name, part in zip(names, snapshot.parts(), strict=True):
-            source = number[name] + 1
-            parts[source], streams[source] = part.spans.ints, number[logical[part.stream]]
-            known = self._span_rows.setdefault(source, Growing(np.int64, torch.device("cpu")))
-            known.rewrite(known.n, part.spans.ints[known.n :, 3])
-        self._parts, self._streams = parts, streams
+    # ---- following the index
 
-    def _grow(self, rows: Array) -> None:
-        more = len(rows) - len(self._base)
-        if more:
-            self._base = np.append(self._base, np.full(more, self.size))
-            self._room, self.n_rows = (
-                np.append(self._room, np.zeros(more, int)),
-                np.append(self.n_rows, np.zeros(more, int)),
-            )
-        for source in np.flatnonzero(rows > self._room):
-            self._make_room(int(source), int(rows[source]))
-        for source in np.flatnonzero(rows > self.n_rows):
-            start, stop = self._base[source] + self.n_rows[source], self._base[source] + rows[source]
-            self.values[start:stop] = self.largest if self.initial is None else self.initial
-            self._dirty.append((int(source), np.arange(self.n_rows[source], rows[source])))
-            self.n_rows[source] = rows[source]
+    def follow(self) -> None:
+        """Give addresses to steps that are new, and take those of evicted ones away; costs what is new and open."""
+        index = self._index
+        self._places += [
+            (ByEpisode(_HOMELESS), ByEpisode(), ByEpisode()) for _ in range(len(index.numbers) - len(self._places))
+        ]
+        self._clear_evicted(index.take_evictions())
+        start = max(self._seen[1], index.first) if self._seen[0] == index.generation else index.first
+        entry = np.arange(start, index.n)
+        stream, episode = index.stream.host[entry].astype(np.int64), index.episode.host[entry]
+        base = index.t_base.host[entry]
+        stop = base + index.lengths_of(entry)
+        is_open = (index.flags.host[entry] & OPEN) != 0
+        places = self._settle(stream, episode, base, stop, is_open)
+        self._initialise(places.home, np.maximum(places.known, base), stop)
+        self._put(stream, episode, _Places(places.home, places.limit, stop))
+        self._learn_length((stop - base)[~is_open])
+        self._seen = index.generation, index.n_closed
+        if self.size > 3 * index.n_steps + _SLACK:
+            self._compact()
 
-    def _make_room(self, source: int, n: int) -> None:
-        room, base, old = max(n + n // 4, _MIN_ROOM), int(self._base[source]), int(self._room[source])
-        if base + old == self.size:
-            self._extend(base + room)
-        else:
-            start = self.size
-            self._extend(start + room)
-            n_old = int(self.n_rows[source])
-            self.values[start : start + n_old] = self.values[base : base + n_old]
-            self._settle_changes()
-            self._base[source] = start
-            self.layout += 1
-        self._room[source] = room
+    def _settle(self, stream: Array, episode: Array, base: Array, stop: Array, is_open: Array) -> _Places:
+        """Where episodes lie, after those without room for their steps got some."""
+        places = self._get(stream, episode)
+        outgrown = stop > np.where(places.home == _HOMELESS, -1, places.limit)
+        last = np.flatnonzero(outgrown & (places.home + places.limit == self.size))
+        room = np.where(is_open, np.maximum(2 * (stop - base), self._first_room), stop - base)
+        if len(last):  # it goes on where the addresses end, so it need not move
+            places.limit[last] = (base + room)[last]
+            self._extend(int((places.home + places.limit)[last[0]]))
+            outgrown[last] = False
+        if outgrown.any():
+            where = np.flatnonzero(outgrown)
+            new_home = self._allot(stream[where], episode[where], room[where]) - base[where]
+            moved = where[places.home[where] != _HOMELESS]
+            homes = places.home.copy()
+            homes[where] = new_home
+            self._move(places.home[moved], homes[moved], base[moved], places.known[moved])
+            places.home[where], places.limit[where] = new_home, (base + room)[where]
+        return places
+
+    @property
+    def _first_room(self) -> int:
+        return max(_MIN_ROOM, int(1.25 * self._typical))
+
+    def _learn_length(self, lengths: Array) -> None:
+        if len(lengths):
+            self._typical += (float(lengths.mean()) - self._typical) * min(1.0, len(lengths) / 16)
+
+    def _get(self, stream: Array, episode: Array) -> _Places:
+        found = _Places(*(np.empty(len(stream), np.int64) for _ in range(3)))
+        for number in _distinct(stream):
+            mine = stream == number
+            for values, table in zip(found, self._places[number], strict=True):
+                values[mine] = table.get(episode[mine])
+        return found
+
+    def _put(self, stream: Array, episode: Array, places: _Places) -> None:
+        for number in _distinct(stream):
+            mine = stream == number
+            for values, table in zip(places, self._places[number], strict=True):
+                table.put(episode[mine], values[mine])
+
+    def _homes(self, stream: Array, episode: Array) -> Array:
+        home = np.empty(len(stream), np.int64)
+        for number in _distinct(stream):
+            mine = stream == number
+            home[mine] = self._places[number][0].get(episode[mine])
+        return home
+
+    def _allot(self, stream: Array, episode: Array, room: Array) -> Array:
+        """New ranges at the end; returns where they start."""
+        start: Array = self.size + np.cumsum(room) - room
+        n = self._starts.n
+        self._starts.rewrite(n, start)
+        self._range_stream.rewrite(n, stream)
+        self._range_episode.rewrite(n, episode)
+        self._extend(self.size + int(room.sum()))
+        return start
 
     def _extend(self, size: int) -> None:
         if size > len(self.values):
             grown = torch.zeros(size + size // 8, dtype=torch.float32, device=self._device)
             grown[: self.size] = self.values[: self.size]
-            self.values = grown
+            dirty = np.zeros(len(grown), bool)
+            dirty[: self.size] = self._dirty[: self.size]
+            self.values, self._dirty = grown, dirty
         self.size = size
 
+    def _move(self, old: Array, new: Array, start: Array, stop: Array) -> None:
+        """Take the priorities of steps from one home to another."""
+        owner, t = all_between(start, stop)
+        if len(t):
+            source, target = old[owner] + t, new[owner] + t
+            self.values[self._on_device(target)] = self.values[self._on_device(source)]
+            self.values[self._on_device(source)] = 0.0
+            self._dirty[target], self._dirty[source] = self._dirty[source], False
+            self._note(Change(source, target))
+
+    def _initialise(self, home: Array, start: Array, stop: Array) -> None:
+        owner, t = all_between(start, stop)
+        address = home[owner] + t
+        if not len(address):
+            return
+        initial = self.largest if self.initial is None else self.initial
+        if len(address) == address[-1] - address[0] + 1:  # one range after the other
+            self.values[int(address[0]) : int(address[-1]) + 1] = initial
+        else:
+            self.values[self._on_device(address)] = initial
+        self._dirty[address] = True
+
+    def _clear_evicted(self, evicted: Array) -> None:
+        if not len(evicted):
+            return
+        home, _, known = self._get(evicted[:, 0], evicted[:, 1])
+        stop = np.where(home == _HOMELESS, 0, np.minimum(evicted[:, 3], known))
+        owner, t = all_between(evicted[:, 2], stop)
+        self._clear(home[owner] + t)
+
+    def _clear(self, address: Array) -> None:
+        if len(address):
+            self.values[self._on_device(address)] = 0.0
+            self._dirty[address] = False
+            self._note(Change(address, None))
+
+    def _note(self, change: Change) -> None:
+        self._log.append(change)
+        if len(self._log) > _MAX_LOG:
+            self._n_forgotten += len(self._log) // 2
+            self._log = self._log[len(self._log) // 2 :]
+
+    def changes_since(self, n: int) -> list[Change] | None:
+        """What has moved or gone after the first ``n`` changes; None if that is not known any more."""
+        return self._log[n - self._n_forgotten :] if n >= self._n_forgotten else None
+
     @property
-    def nbytes(self) -> int:
-        return self.values.nbytes + sum(known.nbytes for known in self._span_rows.values())
+    def n_changes(self) -> int:
+        return self._n_forgotten + len(self._log)
+
+    def forget_episode(self, stream: int, episode: int, start: int, stop: int) -> Array:
+        """Take away the priorities of some steps of an episode that is not in the index any more."""
+        home = int(self._homes(np.array([stream]), np.array([episode]))[0])
+        address = home + np.arange(start, stop) if home != _HOMELESS else np.empty(0, np.int64)
+        self.values[self._on_device(address)] = 0.0
+        self._dirty[address] = False
+        return address
+
+    def _compact(self) -> None:
+        """Lay all ranges anew, in the same order and without what lies unused between them."""
+        index = self._index
+        entry = np.arange(index.first, index.n)
+        stream, episode = index.stream.host[entry].astype(np.int64), index.episode.host[entry]
+        base, n = index.t_base.host[entry], index.lengths_of(entry)
+        places = self._get(stream, episode)
+        order = np.argsort(places.home + base, kind="stable")
+        entry, stream, episode, base, n = (a[order] for a in (entry, stream, episode, base, n))
+        places = _Places(*(a[order] for a in places))
+        is_open = (index.flags.host[entry] & OPEN) != 0
+        room = np.where(is_open, np.maximum(places.limit - base, n), n)
+        owner, k = ranges(n)
+        values = self.values[self._on_device((places.home + base)[owner] + k)]
+        dirty = self._dirty[(places.home + base)[owner] + k]
+        self._starts.rewrite(0, self._starts.host[:0])
+        self._range_stream.rewrite(0, self._range_stream.host[:0])
+        self._range_episode.rewrite(0, self._range_episode.host[:0])
+        self.size = 0
+        self.values = torch.zeros(0, dtype=torch.float32, device=self._device)
+        start = self._allot(stream, episode, room)
+        self.values[self._on_device(start[owner] + k)] = values
+        self._dirty[:] = False
+        self._dirty[start[owner] + k] = dirty
+        self._put(stream, episode, _Places(start - base, base + room, base + n))
+        self.layout += 1
+
+    # ---- addresses
 
     def addresses(self, entry: Array, position: Array) -> Array:
         """Addresses of steps at positions of index entries, elementwise."""
         index = self._index
-        logical = index.logical.host[entry] + position
-        span = entry if index.is_simple else np.searchsorted(index.span_logical.host, logical, side="right") - 1
-        row = index.span_row.host[span] + (logical - index.span_logical.host[span])
-        found: Array = self._base[index.span_source.host[span]] + row
+        home = self._homes(index.stream.host[entry], index.episode.host[entry])
+        found: Array = home + index.t_base.host[entry] + position
         return found
-
-    def range_of(self, source: int, start: int, stop: int) -> tuple[int, int]:
-        """Addresses of a source's rows."""
-        base = int(self._base[source])
-        return base + start, base + stop
 
     def addresses_of(self, handles: Array) -> Array:
         """Addresses of steps by handle; `EVICTED`, `PAST_END` or `UNKNOWN` for those that are not here."""
         index = self._index
-        known = (handles[:, 0] >= 0) & (handles[:, 0] < len(index.numbers))
+        known = (handles[:, 0] >= 0) & (handles[:, 0] < len(self._places))
         address = np.full(len(handles), UNKNOWN)
         for stream in _distinct(handles[:, 0]):
-            table = index.table_of(stream) if 0 <= stream < len(index.numbers) else None
-            if table is not None and index.kernels is not None:
+            if not 0 <= stream < len(self._places):
+                continue
+            table, homes = index.table_of(stream), self._places[stream][0].table
+            if table is not None and homes is not None and index.kernels is not None:
                 facts = index.logical.host, index.flags.host, index.t_base.host
-                spans = index.span_logical.host, index.span_row.host, index.span_source.host, index.is_simple
                 newest = int(index.newest[stream])
-                index.kernels.addresses_of(handles, stream, table, newest, *facts, *spans, self._base, address)
+                index.kernels.addresses_of(handles, stream, table, newest, *facts, homes, address)
                 known &= handles[:, 0] != stream
         if known.any():
             address[known] = self._look_up(handles[known])
@@ -153,25 +288,17 @@ class PriorityTable:
         return address
 
     def steps(self, address: Array) -> tuple[Array, Array]:
-        """Index entries and positions of the steps at addresses; these must be of steps in the index."""
-        entry, position = np.full(len(address), -1), np.empty(len(address), np.int64)
-        for source in np.flatnonzero(self.n_rows).tolist():
-            stream = int(self._streams[source])
-            low = int(self._base[source])
-            span_rows, spans = self._span_rows[source].host, self._parts[source]
-            table = self._index.table_of(stream)
-            if self._index.kernels is not None and table is not None:
-                bounds = low, low + int(self.n_rows[source])
-                facts = span_rows, spans, table, self._index.t_base.host
-                self._index.kernels.steps_at(address, *bounds, *facts, entry, position)
-                continue
-            chosen = (address >= low) & (address < low + self.n_rows[source])
-            row = address[chosen] - low
-            span = np.searchsorted(span_rows, row, side="right") - 1
-            found = self._index.find(np.full(len(row), stream), spans[span, 0])
-            entry[chosen] = found
-            position[chosen] = spans[span, 2] + row - spans[span, 3] - self._index.t_base.host[found]
+        """Index entries and positions of the steps at addresses; entry -1 where the step is not here any more."""
+        at = np.searchsorted(self._starts.host, address, side="right") - 1
+        stream, episode = self._range_stream.host[at], self._range_episode.host[at]
+        entry = self._index.find(stream, episode)
+        position: Array = address - self._homes(stream, episode) - self._index.t_base.host[entry]
         return entry, position
+
+    # ---- values
+
+    def _on_device(self, address: Array) -> torch.Tensor:
+        return torch.from_numpy(address).to(self._device)
 
     def set(self, address: Array, values: Array) -> None:
         """Overwrite priorities; of several at one address the last counts. The caller has checked them."""
@@ -180,30 +307,17 @@ class PriorityTable:
         else:  # where an index comes twice, a device may take either
             address, last = np.unique(address[::-1], return_index=True)
             values = values[::-1][last]
-            self.values[torch.from_numpy(address).to(self._device)] = torch.from_numpy(values).to(self._device)
-        self._changed.append(address)
-        self._n_changed += len(address)
-        if self._n_changed > _MAX_CHANGED:  # nobody saves them, or seldom: each row counts once
-            self._dirty = list(self.take_changes().items())
+            self.values[self._on_device(address)] = torch.from_numpy(values).to(self._device)
+        self._dirty[address] = True
         if len(values):
             self.largest = max(self.largest, float(values.max()))
-
-    def _settle_changes(self) -> None:
-        """Turn changed addresses into rows, before ranges move or when asked for."""
-        address = np.unique(np.concatenate(self._changed)) if self._changed else np.empty(0, np.int64)
-        self._changed, self._n_changed = [], 0
-        for source in np.flatnonzero(self.n_rows) if len(address) else ():
-            low = int(self._base[source])
-            chosen = address[np.searchsorted(address, low) : np.searchsorted(address, low + self.n_rows[source])]
-            if len(chosen):
-                self._dirty.append((int(source), chosen - low))
 
     def get(self, address: Array) -> Array:
         """Priorities at addresses, on the host."""
         if self._device.type == "cpu":
             found: Array = self.values.numpy()[address]
             return found
-        return self.values[torch.from_numpy(address).to(self._device)].cpu().numpy()
+        return self.values[self._on_device(address)].cpu().numpy()
 
     def maximum(self) -> float:
         """The largest priority there is; looks at all of them."""
@@ -213,17 +327,29 @@ class PriorityTable:
         """Priorities of all steps in the index."""
         index = self._index
         owner, position = ranges(index.lengths(index.first, index.n))
-        address = self.addresses(index.first + owner, position)
-        return self.values[torch.from_numpy(address).to(self._device)]
+        return self.values[self._on_device(self.addresses(index.first + owner, position))]
 
-    def ranges_of(self, stream: int, episode: int) -> list[tuple[int, int]]:
-        """Addresses of an episode's rows, whether it is in the index or not; looks at all spans of its stream."""
-        found = []
-        for source in np.flatnonzero(self._streams == stream).tolist():
-            spans = self._parts[source]
-            mine = spans[spans[:, 0] == episode]
-            found += [self.range_of(source, start, stop) for start, stop in mine[:, 3:5].tolist()]
-        return found
+    @property
+    def nbytes(self) -> int:
+        tables = sum(table.nbytes for places in self._places for table in places)
+        arrays = self._starts, self._range_stream, self._range_episode
+        return self.values.nbytes + self._dirty.nbytes + tables + sum(array.nbytes for array in arrays)
+
+    # ---- as they are stored: by row of a stream
+
+    def rows_of(self, source: int) -> tuple[Array, Array]:
+        """Rows of a source that hold steps of the index, and the addresses of these; looks at all spans."""
+        index = self._index
+        logical = index.span_logical.host
+        spans = np.flatnonzero((index.span_source.host == source) & (logical >= index.logical.host[index.first]))
+        n = np.diff(np.append(logical, index.n_rows))[spans]
+        owner = np.searchsorted(index.logical.host[: index.n + 1], logical[spans], side="right") - 1
+        first = logical[spans] - index.logical.host[owner]
+        of_span, k = ranges(n)
+        entry, position = owner[of_span], first[of_span] + k
+        is_step = position < index.lengths_of(entry)
+        rows = (index.span_row.host[spans][of_span] + k)[is_step]
+        return rows, self.addresses(entry[is_step], position[is_step])
 
     def check(self, stored: Mapping[str, Array]) -> None:
         """Refuse stored values that are no priorities, and know the largest.
@@ -239,61 +365,87 @@ class PriorityTable:
                 )
             self.largest = max(self.largest, float(values.max(initial=0.0)))
 
-    def layout_state(self) -> dict[str, tuple[int, int]]:
-        """Where the range of each stream begins, and its room: draws go by address."""
-        return {name: (int(self._base[n + 1]), int(self._room[n + 1])) for name, n in self._index.numbers.items()}
-
-    def set_layout(self, state: Mapping[str, tuple[int, int]]) -> None:
-        """Lay the ranges as another table had them; streams that it did not know follow."""
-        self._settle_changes()
-        old, base = self.values, self._base.copy()
-        known = {
-            self._index.numbers[name] + 1: place for name, place in state.items() if name in self._index.numbers
-        }
-        size = max((start + room for start, room in known.values()), default=0)
-        self._room[:] = [known.get(source, (0, int(room)))[1] for source, room in enumerate(self._room)]
-        for source in range(len(base)):
-            self._base[source] = known[source][0] if source in known else size
-            self._room[source] = max(self._room[source], 0 if source in known else self.n_rows[source])
-            size += 0 if source in known else int(self._room[source])
-        self.values = torch.zeros(size + size // 8, dtype=torch.float32, device=self._device)
-        self.size = size
-        for source in np.flatnonzero(self.n_rows).tolist():
-            n, to, at = int(self.n_rows[source]), int(self._base[source]), int(base[source])
-            if n > self._room[source]:
-                self._make_room(source, n)
-                to = int(self._base[source])
-            self.values[to : to + n] = old[at : at + n]
-        self.layout += 1
-
-    def restore_changes(self, changes: Mapping[int, Array]) -> None:
-        """Take back what `take_changes` gave: it could not be saved."""
-        self._dirty += list(changes.items())
-
-    def load(self, rows: Mapping[int, tuple[int, Array]]) -> None:
+    def load(self, stored: Mapping[int, tuple[int, Array]]) -> None:
         """Take over stored values: by source, the first row and the values from there on."""
-        for source, (first, values) in rows.items():
-            start = int(self._base[source]) + first
-            self.values[start : start + len(values)] = torch.from_numpy(values).to(self._device)
+        for source, (first, values) in stored.items():
+            rows, address = self.rows_of(source)
+            here = (rows >= first) & (rows < first + len(values))
+            found = torch.from_numpy(values[rows[here] - first]).to(self._device)
+            self.values[self._on_device(address[here])] = found
 
-    def take_changes(self) -> dict[int, Array]:
-        """Rows whose value was set since this was last asked, by source, each once and in order."""
-        self._settle_changes()
-        changed: dict[int, list[Array]] = {}
-        for source, rows in self._dirty:
-            changed.setdefault(source, []).append(rows)
-        self._dirty = []
-        return {source: _once(rows, int(self.n_rows[source])) for source, rows in changed.items()}
+    def take_changes(self) -> dict[int, tuple[Array, Array]]:
+        """Rows whose value was set since this was last asked, by source and in order, and their addresses.
 
+        Steps that are in no stream yet are told of when they are.
+        """
+        address = np.flatnonzero(self._dirty[: self.size])
+        entry, position = self.steps(address)
+        here = entry >= 0
+        address, entry, position = address[here], entry[here], position[here]
+        if not len(entry):
+            return {}
+        at = self._index.rows(*(torch.from_numpy(a).to(self._device) for a in (entry, position[:, None])))
+        source, row = (a.expand(len(entry), 1)[:, 0].cpu().numpy() for a in (at.source, at.row))
+        self._dirty[address[source != LIVE]] = False
+        changed = {}
+        for number in np.unique(source[source != LIVE]):
+            mine = np.flatnonzero(source == number)
+            mine = mine[np.argsort(row[mine], kind="stable")]
+            changed[int(number)] = row[mine], address[mine]
+        return changed
 
-def _once(parts: list[Array], n_rows: int) -> Array:
-    """Each row once and in order; marks are far faster than sorting where much has changed."""
-    rows = np.concatenate(parts)
-    if len(rows) < n_rows // 8:
-        return np.unique(rows)
-    is_changed = np.zeros(n_rows, bool)
-    is_changed[rows] = True
-    return np.flatnonzero(is_changed)
+    def restore_changes(self, changes: Mapping[int, tuple[Array, Array]]) -> None:
+        """Take back what `take_changes` gave: it could not be saved."""
+        for _, address in changes.values():
+            self._dirty[address] = True
+
+    # ---- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All priorities, and where episodes lie: draws go by address."""
+        index = self._index
+        entry = np.arange(index.first, index.n)
+        stream, episode = index.stream.host[entry].astype(np.int64), index.episode.host[entry].copy()
+        return {
+            "streams": list(index.numbers),
+            "stream": stream,
+            "episode": episode,
+            **self._get(stream, episode)._asdict(),
+            "values": self.values[: self.size].cpu().numpy().copy(),
+            "largest": self.largest,
+            "typical": self._typical,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another table had; the index shows the same episodes, and perhaps more."""
+        self.follow()
+        numbers = np.array([self._index.numbers.get(name, -1) for name in state["streams"]], np.int64)
+        stream, episode = numbers[np.asarray(state["stream"])], np.asarray(state["episode"])
+        places = _Places(*(np.asarray(state[name]).copy() for name in _Places._fields))
+        entry = self._index.find(stream, episode)
+        here = entry >= 0
+        start = (places.home + np.where(here, self._index.t_base.host[entry], 0))[here]
+        order = np.argsort(start, kind="stable")
+        for array, values in (
+            (self._starts, start[order]),
+            (self._range_stream, stream[here][order]),
+            (self._range_episode, episode[here][order]),
+        ):
+            array.rewrite(0, values)
+        for tables in self._places:
+            for table in tables:
+                table.clear()
+        self._put(stream[here], episode[here], _Places(*(a[here] for a in places)))
+        values = torch.from_numpy(np.asarray(state["values"]))
+        self.size = 0
+        self.values, self._dirty = torch.zeros(0, dtype=torch.float32, device=self._device), np.zeros(0, bool)
+        self._extend(len(values))
+        self.values[: self.size] = values.to(self._device)
+        self._dirty[: self.size] = True
+        self.largest, self._typical = float(state["largest"]), float(state["typical"])
+        self._seen = (-1, 0)
+        self.layout += 1
+        self.follow()  # what the state does not know follows
 
 
 def _distinct(values: Array) -> list[int]:

@@ -74,8 +74,6 @@ class Reader:
         self._rng = Counter(seed)
         self._as_tensordict = as_tensordict
         budget = parse_bytes(cache_bytes, "cache_bytes")
-        if writer is not None and priorities is not None:
-            raise ValueError("priorities of steps that are not committed yet are not kept; leave out the writer")
         budgets = budget, host_bytes
         self._source = Assembler(snapshot, torch.device(device), *budgets, writer=writer, compiled=compiled)
         self._priorities = PrioritySampler(self._source, priorities) if priorities is not None else None
@@ -370,7 +368,7 @@ class Reader:
             source.cache.resize(source.budget, source.host_budget)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on drawing the same windows; priorities themselves are not part of it."""
+        """What it takes to go on drawing the same windows from the same store, priorities included."""
         with self._source.lock:
             state = self._rng.state_dict()
             return state | ({"priorities": self._priorities.state_dict()} if self._priorities is not None else {})

@@ -200,6 +200,12 @@ def ranges(count: Array) -> tuple[Array, Array]:
     return owner, np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
 
 
+def all_between(start: Array, stop: Array) -> tuple[Array, Array]:
+    """All numbers from start to stop, range after range, and the range that each is of."""
+    owner, number = ranges(np.maximum(stop - start, 0))
+    return owner, number + start[owner]
+
+
 def join(columns: dict[str, Array]) -> JoinedSpans:
     """Bring the spans of each episode together, in order of time; leaves out episodes that are evicted entirely."""
     order = _episode_order(columns)
