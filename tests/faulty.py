@@ -14,7 +14,7 @@ import pytest
 
 import trajstore.store
 from trajstore.errors import StorageError
-from trajstore.storage import ANY, Put, Storage, open_storage
+from trajstore.storage import ANY, LocalStorage, Put, Storage, open_storage
 
 T = TypeVar("T")
 
@@ -162,6 +162,15 @@ class FaultyStorage(Storage):
 
     def list_names(self, prefix: str) -> list[str]:
         return self._call("list_names", prefix, lambda: self._inner.list_names(prefix))
+
+    def tree_sizes(self, prefix: str) -> dict[str, int]:
+        return self._call("tree_sizes", prefix, lambda: self._inner.tree_sizes(prefix))
+
+    def remove_tree(self, prefix: str) -> None:
+        if isinstance(self._inner, LocalStorage):  # at once; elsewhere object by object
+            self._call("remove_tree", prefix, lambda: self._inner.remove_tree(prefix))
+        else:
+            super().remove_tree(prefix)
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:

@@ -1236,7 +1236,7 @@ def raw_by_row(reader: Reader) -> dict[tuple[str, int], float]:
     reader.priority_stats(Windows())  # catches up
     table, found = reader._priorities.table, {}  # type: ignore[union-attr]
     for name, number in reader._source.index.numbers.items():
-        rows, address = table.rows_of(number + 1)
+        rows, address = table.steps.rows_of(number + 1)
         values = table.get(address)
         found |= {(name, int(row)): value.tobytes() for row, value in zip(rows, values, strict=True)}
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch
 import trajstore
 import trajstore.pipeline
 import trajstore.staging
+from tests.faulty import BlockPuts, FailWhile, FaultyStorage, broken, real_storage
 from trajstore import EpisodeKey, Field, Handle, Schema
+from trajstore.record import CommitRecord
 from trajstore.schema import Array
 
 
@@ -474,3 +477,233 @@ def test_keys_of_metadata_are_strings_at_any_depth(url: str) -> None:
 def test_places_without_atomic_puts_are_refused() -> None:
     with pytest.raises(ValueError, match="sftp://: a put there is not known to be atomic"):
         trajstore.create("sftp://host/x")
+
+
+# ---- cuts ---------------------------------------------------------------------------------------
+
+
+def test_a_cut_tells_the_record_of_exactly_what_was_appended_before(url: str) -> None:
+    store = trajstore.create(url, SCHEMA, fsync=False)
+    turn, n, is_over = threading.Lock(), 0, threading.Event()
+    expected: list[int] = []
+    told: list[tuple[int, int, str]] = []
+
+    def append() -> None:
+        nonlocal n
+        while not is_over.is_set():
+            with turn:
+                writer.append(one(n), env=n % 3, terminated=n % 7 == 0)
+                n += 1
+
+    def hear(record: CommitRecord | None) -> None:
+        assert record is not None
+        told.append((record.rows, record.commit, threading.current_thread().name))
+
+    with store.writer(buffer_bytes=4000, commit_steps=5, commit_seconds=None) as writer:
+        writer.append(one(0))
+        n += 1
+        thread = threading.Thread(target=append)
+        thread.start()
+        tickets = []
+        for _ in range(50):
+            while n <= (expected or [0])[-1]:
+                time.sleep(0.0001)
+            with turn:
+                expected.append(n)
+                tickets.append(writer.cut(hear))
+        is_over.set()
+        thread.join()
+        writer.wait(tickets[-1])
+        assert len(told) == len(expected)
+    assert [rows for rows, _, _ in told] == expected
+    assert [commit for _, commit, _ in told] == sorted(commit for _, commit, _ in told)
+    assert {name for _, _, name in told} == {"trajstore-commit"}
+
+
+def test_a_cut_with_nothing_staged_tells_the_newest_record(url: str) -> None:
+    store = trajstore.create(url)
+    told: list[CommitRecord | None] = []
+    with store.writer(commit_seconds=None) as writer:
+        writer.wait(writer.cut(told.append))
+        writer.append(one(0))
+        writer.commit()
+        assert [writer.wait(writer.cut(told.append)) for _ in range(2)] == [None, None]
+        assert writer.record is not None
+    assert told[0] is None
+    assert [record.commit for record in told[1:] if record] == [1, 1]
+    assert store.refresh().streams[0].commit == 2  # the end of the open episode
+
+
+def test_a_cut_before_the_first_commit_tells_of_no_record_even_if_one_follows_at_once(url: str) -> None:
+    store = trajstore.create(url, SCHEMA)
+    told: list[CommitRecord | None] = []
+    with store.writer(commit_seconds=None) as writer:
+        gate = threading.Event()
+        writer.cut(lambda _: gate.wait(60) and None)  # holds the background up
+        writer.cut(told.append)
+        writer.append(one(0))
+        writer.cut(told.append)
+        gate.set()
+    assert [record and record.rows for record in told] == [None, 1]
+
+
+def test_a_cut_is_told_once_its_commit_succeeds(url: str) -> None:
+    trajstore.create(url, SCHEMA, fsync=False)
+    plan = FailWhile()
+    writer = trajstore.Store(FaultyStorage(real_storage(url), plan), url, None).writer(commit_seconds=None)
+    told: list[CommitRecord | None] = []
+    plan.error = broken
+    writer.append(one(0))
+    ticket = writer.cut(told.append)
+    with pytest.raises(trajstore.StorageError):
+        writer.wait(ticket)
+    assert told == []
+    plan.error = None
+    writer.append(one(1))
+    writer.wait(ticket)
+    writer.close()
+    assert [record.rows for record in told if record] == [1]
+
+
+def test_what_a_cut_raises_is_raised_once_by_the_next_call_and_blocks_nothing(url: str) -> None:
+    store = trajstore.create(url, SCHEMA)
+
+    def fail(_: object) -> None:
+        raise LookupError("told too much")
+
+    writer = store.writer(commit_seconds=None)
+    writer.append(one(0))
+    with pytest.raises(LookupError, match="told too much"):
+        writer.wait(writer.cut(fail))
+    assert store.refresh().streams[0].rows == 1
+    writer.append(one(1))
+    writer.cut(fail)
+    writer._pipeline.wait(2)  # which does not raise it
+    with pytest.raises(LookupError, match="told too much"):
+        writer.append(one(2))
+    writer.append(one(2))
+    writer.commit()
+    assert store.refresh().streams[0].rows == 3
+    writer.cut(fail)
+    with pytest.raises(LookupError, match="told too much"):
+        writer.close()
+    assert store.refresh().streams[0].is_sealed
+    writer.close()
+
+
+class Refusing:
+    """A follower that fails when it hears of the first commit."""
+
+    def __init__(self) -> None:
+        self.n_rows: list[int] = []
+
+    def handed_off(self, staging: Any) -> None: ...
+
+    def amended(self, episode: int, t: int, values: Any) -> None: ...
+
+    def dropped(self) -> None: ...
+
+    def committed(self, spans: Array) -> None:
+        self.n_rows.append(int(spans[:, 4].max()))
+        if len(self.n_rows) == 1:
+            raise RuntimeError("not now")
+
+
+def test_a_commit_that_a_follower_failed_on_is_not_made_twice(url: str) -> None:
+    store = trajstore.create(url, SCHEMA)
+    writer, follower, told = store.writer(commit_seconds=None), Refusing(), []
+    writer.follow(follower)
+    writer.append_episode(steps(5), terminated=True)
+    ticket = writer.cut(lambda record: told.append(record and record.rows))
+    with pytest.raises(RuntimeError, match="not now"):
+        writer.wait(ticket)
+    writer.wait(ticket)
+    assert (follower.n_rows, told) == ([5, 5], [5])
+    writer.close()
+    assert [record.rows for record in store.refresh().streams] == [5]
+    assert state(store.read_episode(0)).tolist() == list(range(5))
+
+
+def test_a_cut_needs_somebody_to_tell(url: str) -> None:
+    with (
+        trajstore.create(url, SCHEMA).writer() as writer,
+        pytest.raises(TypeError, match="done: expected something"),
+    ):
+        writer.cut(None)  # type: ignore[arg-type]
+
+
+def test_a_cut_does_not_wait_for_the_disk_unless_both_stagings_are_full(url: str) -> None:
+    trajstore.create(url, SCHEMA, fsync=False)
+    plan = BlockPuts()
+    writer = trajstore.Store(FaultyStorage(real_storage(url), plan), url, None).writer(commit_seconds=None)
+    told: list[int] = []
+    writer.append(one(0))
+    writer.cut(lambda record: told.append(record.rows if record else 0))  # returns although puts are held up
+    assert plan.reached.wait(60)
+    writer.append(one(1))
+    second = threading.Thread(
+        target=lambda: writer.cut(lambda record: told.append(record.rows if record else 0)), daemon=True
+    )
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()  # the first is not on disk yet, and there are two stagings
+    assert told == []
+    plan.gate.set()
+    second.join(60)
+    writer.close()
+    assert told == [1, 2]
+
+
+# ---- what lies on the storage -------------------------------------------------------------------
+
+
+def chunk_bytes(url: str, stream: str) -> int:
+    sizes = real_storage(url).tree_sizes(f"streams/{stream}")
+    parts = {key: key.split("/") for key in sizes}
+    return sum(
+        sizes[key] for key, part in parts.items() if part[2] in ("steps", "spans") and part[-1] != "zarr.json"
+    )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bytes_put_are_those_on_the_storage(url: str, seed: int) -> None:
+    trajstore.create(url, SCHEMA, fsync=False)
+    plan = FailWhile()
+    store = trajstore.Store(FaultyStorage(real_storage(url), plan), url, None)
+    rng = np.random.default_rng(seed)
+    writer = store.writer(commit_seconds=None)
+    assert (writer.n_bytes_put, writer.committed_rows) == (0, 0)
+    n_rows = 0
+    for i in range(12):
+        n = int(rng.integers(1, 11))
+        writer.append_episode(steps(n, int(rng.integers(0, 1000))), terminated=True, metadata={"i": i})
+        plan.error = broken if i % 3 == 1 else None
+        if plan.error:
+            with pytest.raises(trajstore.StorageError):
+                writer.commit()
+            plan.error = None
+        writer.put_column("c", writer.stream, rng.normal(size=50))
+        writer.commit()
+        n_rows += n
+        assert (writer.n_bytes_put, writer.committed_rows) == (chunk_bytes(url, writer.stream), n_rows)
+    writer.close()
+    assert writer.n_bytes_put == chunk_bytes(url, writer.stream)
+
+
+def test_a_writer_whose_stream_was_removed_does_not_bring_it_back(place: Any) -> None:
+    store = trajstore.create(place.url, SCHEMA, **place.kwargs)
+    storage = real_storage(place.url, place.options)
+    for call in ("commit", "publish_view", "close"):
+        writer = store.writer(commit_seconds=None)
+        writer.append_episode(steps(6))
+        writer.commit()
+        storage.remove_tree(f"streams/{writer.stream}")
+        if call == "publish_view":
+            writer.set_view(first_row=3)
+        else:
+            writer.append_episode(steps(6))
+        with pytest.raises(trajstore.ConflictError, match="was removed by a session that declared its writer dead"):
+            writer.close() if call == "close" else writer.commit()
+        writer._release()
+        assert store.refresh().streams == ()
+        assert storage.list_tree("streams") == ["streams/zarr.json"]

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from trajstore.episodes import EpisodeKey, EpisodeTable, Handle, Handles
 from trajstore.errors import (
+    AmbiguousCheckpointError,
+    CheckpointNotFoundError,
     ClosedError,
     ConflictError,
     CorruptionError,
@@ -32,6 +34,7 @@ from trajstore.errors import (
     EpisodeNotFoundError,
     FormatError,
     MissingExtraError,
+    NotReadyError,
     SchemaError,
     SnapshotExpiredError,
     StepPlacedError,
@@ -47,15 +50,22 @@ from trajstore.writer import Writer, WriterOptions
 
 if TYPE_CHECKING:
     from trajstore.datasets import BatchDataset, WindowDataset
+    from trajstore.hindsight import Hindsight
+    from trajstore.limiter import SamplesPerInsert
+    from trajstore.mixing import Mixture
     from trajstore.outputs import Ring
     from trajstore.priorities import Linear, Priorities
     from trajstore.reader import Reader
+    from trajstore.replay import ReplayBuffer
+    from trajstore.retention import Retention
     from trajstore.windows import Windows
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AmbiguousCheckpointError",
     "BatchDataset",
+    "CheckpointNotFoundError",
     "ClosedError",
     "ConflictError",
     "CorruptionError",
@@ -67,11 +77,17 @@ __all__ = [
     "FormatError",
     "Handle",
     "Handles",
+    "Hindsight",
     "Linear",
     "MissingExtraError",
+    "Mixture",
+    "NotReadyError",
     "Priorities",
     "Reader",
+    "ReplayBuffer",
+    "Retention",
     "Ring",
+    "SamplesPerInsert",
     "Schema",
     "SchemaError",
     "Snapshot",
@@ -92,10 +108,15 @@ __all__ = [
 
 _NEED_TORCH = {
     "BatchDataset": "trajstore.datasets",
+    "Hindsight": "trajstore.hindsight",
     "Linear": "trajstore.priorities",
+    "Mixture": "trajstore.mixing",
     "Priorities": "trajstore.priorities",
     "Reader": "trajstore.reader",
+    "ReplayBuffer": "trajstore.replay",
+    "Retention": "trajstore.retention",
     "Ring": "trajstore.outputs",
+    "SamplesPerInsert": "trajstore.limiter",
     "WindowDataset": "trajstore.datasets",
     "Windows": "trajstore.windows",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,9 +13,15 @@ import torch
 
 from trajstore.cpu import kernels_for
 from trajstore.episodes import EpisodeTable
-from trajstore.errors import CorruptionError, DataError, EpisodeNotFoundError, SnapshotExpiredError
+from trajstore.errors import (
+    CorruptionError,
+    DataError,
+    EpisodeNotFoundError,
+    NotReadyError,
+    SnapshotExpiredError,
+)
 from trajstore.index import EpisodeIndex
-from trajstore.live import PAGE_ROWS, Change, LiveEpisodes, Taken
+from trajstore.live import Change, LiveEpisodes, Moved, Taken
 from trajstore.outputs import check_outputs
 from trajstore.pager import ChunkCache
 from trajstore.plan import WHOLE, Plan, Planner
@@ -30,6 +36,7 @@ from trajstore.writer import Writer
 
 _MAX_KINDS = 64  # whose sums are kept
 _SPARE_ROWS = 1 << 14  # live rows beyond what a writer buffers: pages of environments are not always full
+_LEAST_LIVE_ROWS = 128
 _SHOWN = 5
 _REWARDS = "n_step/return"
 
@@ -64,6 +71,7 @@ class Assembler:
         *,
         writer: Writer | None = None,
         compiled: bool = True,
+        streams: Sequence[str] = (),
     ) -> None:
         self.lock = threading.RLock()
         self.device = device
@@ -71,11 +79,15 @@ class Assembler:
         self.index = EpisodeIndex(device, self.kernels)
         self.budget, self.host_budget = budget, host_budget
         self._known_rows = 0  # of the writer that is followed, as the cache knows them
+        self.n_placed = 0  # of them, those that the index knows as rows of the stream; some more may be durable
         self._cache: ChunkCache | None = None
         self._kinds: dict[tuple[Windows, Where | None], Kind] = {}
         self._writer = writer
         self._live: LiveEpisodes | None = None
         self._is_torn = False
+        self.published: Callable[[], None] | None = None  # called after what a writer appended is shown
+        for name in streams:
+            self.index.number_of(name)
         self._last: Any = None  # on a GPU, the event after what was done to the cache last
         if writer is not None:
             self._live = LiveEpisodes(self.index.number_of(writer.stream))
@@ -117,6 +129,11 @@ class Assembler:
         """Changes when rows that plans refer to may have been given back."""
         return self._live.epoch if self._live is not None else 0
 
+    @property
+    def n_removed(self) -> int:
+        """Changes when steps that could be drawn before can't any more."""
+        return self.index.n_evictions + (self._live.n_aborted if self._live is not None else 0)
+
     def publish(self) -> None:
         """Show what the writer that is followed has appended since; costs what is new and what is open."""
         if self._live is None or self._writer is None:
@@ -133,15 +150,18 @@ class Assembler:
                 self._advance(self._writer.record)
                 for change in changes:
                     self._apply(change)
+                    self.n_placed = max(self.n_placed, change.stop if isinstance(change, Moved) else 0)
             self._is_torn = False
         lengths = self._live.lengths()
         if lengths is not None:
             self.index.set_lengths(lengths)
         elif (episodes := self._live.episodes()) is not None:
             self.index.set_live(*episodes)
+        if self.published is not None:
+            self.published()
 
     def evict(self, stream: Array, episode: Array, t: Array) -> None:
-        """Show the steps of episodes below ``t`` no more, all of them where it is `GONE`; called after `publish`."""
+        """Show the steps of episodes below ``t`` no more (`GONE`: none of them); called after `publish`."""
         live = self.index.evict(stream, episode, t)
         if len(live[0]):
             assert self._live is not None
@@ -190,7 +210,7 @@ class Assembler:
             return False
         capacity = staging.capacity if staging is not None else 0
         spare = min(_SPARE_ROWS, self.budget // 8 // max(1, schema.row_bytes))
-        n_rows = 2 * capacity + max(spare, capacity // 2, 2 * PAGE_ROWS)
+        n_rows = 2 * capacity + max(spare, capacity // 2, _LEAST_LIVE_ROWS)
         if n_rows * schema.row_bytes > self.budget // 2:
             raise ValueError(
                 f"cache_bytes: {n_rows * schema.row_bytes} bytes of steps that are not committed yet take more than"
@@ -204,13 +224,13 @@ class Assembler:
     def schema(self) -> Schema:
         schema = self.snapshot.schema or (self._writer.schema if self._writer is not None else None)
         if schema is None:
-            raise DataError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")
+            raise NotReadyError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")
         return schema
 
     @property
     def cache(self) -> ChunkCache:
         if self._cache is None:
-            raise DataError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")
+            raise NotReadyError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")
         return self._cache
 
     def kind(self, windows: Windows, where: Where | None = None) -> Kind:
@@ -244,14 +264,14 @@ class Assembler:
         mask[entry[entry >= 0]] = True
         return mask
 
-    def no_windows(self, windows: Windows, condition: str) -> DataError:
+    def no_windows(self, windows: Windows, condition: str) -> NotReadyError:
         """Why nothing can be drawn."""
         lengths = self.index.lengths()
         if not len(lengths):
-            return DataError(f"{self.snapshot!r} has no episode to draw from")
+            return NotReadyError(f"{self.snapshot!r} has no episode to draw from")
         outside = (windows.burn_in + windows.bootstrap) * windows.stride if windows.strict_context else 0
         needed = 1 + outside + (windows.reach if windows.boundary in ("strict", "cross") else 0)
-        return DataError(
+        return NotReadyError(
             f"no episode {condition}has {needed} usable steps, so no such window exists; the longest of all has"
             f" {lengths.max()}"
         )

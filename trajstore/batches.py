@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajstore.assembler import Assembler, Kind
-from trajstore.draws import Draws, StagedDraws
+from trajstore.draws import Draws, RandomDraws, StagedDraws
 from trajstore.errors import ClosedError
 from trajstore.outputs import Ring, to_batch
 from trajstore.plan import Plan
 from trajstore.prioritised import PrioritisedDraws
+from trajstore.schema import Array
 from trajstore.starts import Draw
 
 _PIECE = 64  # windows whose chunks are loaded at a time when a segment enters
@@ -48,8 +50,10 @@ class _Queued:
 
     kind: Kind
     windows: torch.Tensor  # [B, 3]: stream number, episode, t of the start, also where it lies outside
+    low: torch.Tensor  # [B]: the first t that was there of each window's episode
     extras: tuple[torch.Tensor | None, ...]  # n, probability and weight, where they are drawn
-    work: Future[_Ready] | _Planned  # without prefetch it is read when it is asked for
+    n_removed: int  # of the source, when they were drawn
+    work: Future[_Ready] | _Planned | None  # without prefetch it is read when it is asked for; None: not planned
 
 
 class Batches(Iterator[Any]):
@@ -58,6 +62,9 @@ class Batches(Iterator[Any]):
     Windows are drawn on the thread that iterates, in its order. With ``prefetch``, so many batches beyond the one
     that is given out are planned, and a thread reads and assembles them; the sequence is the same without. An
     exception of that thread is raised in place of its batch, and the batches after it go on.
+
+    Of batches drawn at random, windows that were evicted before it was their turn are drawn anew when it is.
+    ``admit`` is called with the size of every batch before it is given out.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class Batches(Iterator[Any]):
         prefetch: int = 0,
         ring: Ring | None = None,
         as_tensordict: bool,
+        admit: Callable[[int], None] | None = None,
     ) -> None:
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise ValueError(f"prefetch: expected 0 or a positive integer, got {prefetch!r}")
@@ -78,6 +86,7 @@ class Batches(Iterator[Any]):
         self._prefetch = prefetch
         self._ring = ring
         self._as_tensordict = as_tensordict
+        self._admit = admit
         self._queue: deque[_Queued] = deque()
         self._is_over = self._is_closed = False
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-prefetch") if prefetch else None
@@ -89,8 +98,11 @@ class Batches(Iterator[Any]):
         self._fill()
         if not self._queue:
             raise StopIteration
+        if self._admit is not None:
+            self._admit(len(self._queue[0].windows))
         queued = self._queue.popleft()
-        work = queued.work
+        work = self._renewed(queued) if self._is_stale(queued) else queued.work
+        assert work is not None
         ready = work.result() if isinstance(work, Future) else self._assemble(work, None)
         if ready.event is not None:
             stream = torch.cuda.current_stream(self._source.device)
@@ -100,6 +112,44 @@ class Batches(Iterator[Any]):
             ) in ready.batch.values():  # made on another stream: not to be given back before this one is done
                 tensor.record_stream(stream)
         return to_batch(ready.batch, self._as_tensordict)
+
+    def _is_stale(self, queued: _Queued) -> bool:
+        """Whether windows of a batch may be gone."""
+        return queued.work is None or (queued.n_removed != self._source.n_removed and self._can_redraw)
+
+    @property
+    def _can_redraw(self) -> bool:
+        return isinstance(self._draws, (RandomDraws, PrioritisedDraws))
+
+    def _renewed(self, queued: _Queued) -> Future[_Ready] | _Planned:
+        """A batch with other windows in place of those that are gone."""
+        assert isinstance(self._draws, (RandomDraws, PrioritisedDraws))
+        with self._source.lock:
+            kind, handles = queued.kind, queued.windows.cpu().numpy()
+            gone = self._gone(kind, handles, queued.low.cpu().numpy())
+            if queued.work is not None and not gone.any():
+                return queued.work
+            n, probability, weight = queued.extras
+            draw = Draw(*(torch.zeros(len(gone), dtype=torch.int64, device=self._source.device) for _ in range(2)))
+            draw = replace(draw, n=n, probability=probability, weight=weight)
+            kept = np.flatnonzero(~gone)
+            draw = _with(draw, kept, self._source.draw_at(kind, handles[kept], None, is_strict=False))
+            if gone.any():
+                drawn = self._draws.draw(int(gone.sum()))
+                assert drawn is not None
+                draw = _with(draw, np.flatnonzero(gone), drawn[1])
+            if isinstance(queued.work, Future):
+                queued.work.cancel()
+            return self._planned(kind, draw)
+
+    def _gone(self, kind: Kind, handles: Array, low: Array) -> Array:
+        """Which windows touch steps that are there no more."""
+        index, spec = self._source.index, kind.windows
+        entry = index.find(handles[:, 0], handles[:, 1])
+        before = min([0, *(step for _, steps in spec.stacks for step in steps)]) - spec.burn_in * spec.stride
+        first = np.maximum(handles[:, 2] + before, low)
+        gone: Array = (entry < 0) | (index.t_base.host[entry] > first)
+        return gone
 
     def _fill(self) -> None:
         while len(self._queue) <= self._prefetch and not self._is_over:
@@ -114,12 +164,17 @@ class Batches(Iterator[Any]):
                 self._loader.follow()
 
     def _enqueue(self, kind: Kind, draw: Draw) -> None:
+        planned = self._planned(kind, draw)
+        extras = draw.n, draw.probability, draw.weight
+        low = self._source.index.t_base.device[draw.entry]
+        n_removed = self._source.n_removed
+        self._queue.append(_Queued(kind, planned.windows, low, extras, n_removed, self._submit(planned)))
+
+    def _planned(self, kind: Kind, draw: Draw) -> _Planned:
         plan = kind.plan(draw)
         windows = plan.known["index"].clone()
         windows[:, 2] = self._source.index.t_base.device[draw.entry] + draw.start
-        planned = _Planned(kind, plan, windows, draw, self._source.live_epoch, self._source.index.version)
-        extras = draw.n, draw.probability, draw.weight
-        self._queue.append(_Queued(kind, windows, extras, self._submit(planned)))
+        return _Planned(kind, plan, windows, draw, self._source.live_epoch, self._source.index.version)
 
     def _submit(self, planned: _Planned) -> Future[_Ready] | _Planned:
         if self._threads is None:
@@ -156,7 +211,9 @@ class Batches(Iterator[Any]):
             return {
                 "draws": self._draws.state_dict(),
                 "streams": list(self._source.index.numbers),
-                "queued": [(q.windows.cpu(), *(_on_host(extra) for extra in q.extras)) for q in self._queue],
+                "queued": [
+                    (q.windows.cpu(), q.low.cpu(), *(_on_host(extra) for extra in q.extras)) for q in self._queue
+                ],
                 "is_over": self._is_over,
             }
 
@@ -174,16 +231,30 @@ class Batches(Iterator[Any]):
                 needed = len(state["queued"]) + 2
                 raise ValueError(f"out: expected a ring of at least {needed} (queued + 2), got {len(self._ring)}")
             plans = []
-            for windows, *extras in state["queued"]:
-                handles = torch.stack([stream[windows[:, 0]], windows[:, 1], windows[:, 2]], 1).numpy()
-                n, probability, weight = (None if e is None else e.to(self._source.device) for e in extras)
-                draw = self._source.draw_at(kind, handles, n, is_strict=False)
-                plans.append(replace(draw, probability=probability, weight=weight))
+            for windows, low, *extras in state["queued"]:
+                windows = torch.stack([stream[windows[:, 0]], windows[:, 1], windows[:, 2]], 1)
+                on_device = (None if e is None else e.to(self._source.device) for e in extras)
+                queued = _Queued(kind, windows, low.to(self._source.device), tuple(on_device), -1, None)
+                plans.append(queued if self._can_redraw else self._planned_again(queued))
             self._draws.load_state_dict(state["draws"])
             self._is_over = bool(state["is_over"])
             self._drop_queue()
-            for draw in plans:
-                self._enqueue(kind, draw)
+            for queued in plans:
+                is_here = (
+                    queued.work is None
+                    and not self._gone(kind, queued.windows.numpy(), queued.low.cpu().numpy()).any()
+                )
+                if is_here:
+                    queued = self._planned_again(queued)
+                if isinstance(queued.work, _Planned):
+                    queued.work = self._submit(queued.work)
+                self._queue.append(queued)
+
+    def _planned_again(self, queued: _Queued) -> _Queued:
+        n, probability, weight = queued.extras
+        draw = self._source.draw_at(queued.kind, queued.windows.numpy(), n, is_strict=False)
+        planned = self._planned(queued.kind, replace(draw, probability=probability, weight=weight))
+        return replace(queued, work=planned, n_removed=self._source.n_removed)
 
     def _drop_queue(self) -> None:
         while self._queue:
@@ -245,6 +316,16 @@ class _Loader:
     def close(self) -> None:
         self._segment = -1
         self._threads.shutdown(wait=True)
+
+
+def _with(draw: Draw, where: Array, other: Draw) -> Draw:
+    """A draw with the windows of another in some places."""
+    at = torch.from_numpy(where).to(draw.entry.device)
+    merged = {}
+    for name in ("entry", "start", "n", "probability", "weight"):
+        old, new = getattr(draw, name), getattr(other, name)
+        merged[name] = old if old is None or new is None else old.index_copy(0, at, new.to(old.dtype))
+    return Draw(**merged)
 
 
 def _on_host(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -57,18 +57,18 @@ class RandomDraws:
         self._among = among
         self._rng = rng
 
-    def draw(self) -> tuple[Kind, Draw] | None:
-        """The windows of the next batch; None where there are no more."""
-        among = self._among
+    def draw(self, batch_size: int | None = None) -> tuple[Kind, Draw] | None:
+        """The windows of the next batch, or some in place of others that are gone."""
+        among, n = self._among, batch_size or self._batch_size
         kind = self._source.kind(self._windows, among.where)
         low = first_recent(kind, among)
-        n_recent = round(self._batch_size * among.recent_fraction) if low else 0
+        n_recent = round(n * among.recent_fraction) if low else 0
         if kind.starts.total <= (low if n_recent else 0):
             raise self._source.no_windows(
                 self._windows, "that the restrictions allow " if low or among.where else ""
             )
-        parts = [(n_recent, low), (self._batch_size - n_recent, 0)]
-        drawn = [kind.starts.draw(n, self._rng, first) for n, first in parts if n]
+        parts = [(n_recent, low), (n - n_recent, 0)]
+        drawn = [kind.starts.draw(count, self._rng, first) for count, first in parts if count]
         return kind, joined(drawn)
 
     @property

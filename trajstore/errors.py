@@ -33,8 +33,20 @@ class DataError(TrajstoreError, ValueError):
     """Data handed in does not fit; nothing was stored."""
 
 
+class NotReadyError(DataError, LookupError):
+    """There is nothing to draw from yet: wait for more data, or ask for other windows."""
+
+
 class EpisodeNotFoundError(TrajstoreError, LookupError):
     """No such episode, or no open episode in that environment."""
+
+
+class CheckpointNotFoundError(TrajstoreError, LookupError):
+    """No such checkpoint: the message lists those that there are."""
+
+
+class AmbiguousCheckpointError(TrajstoreError, LookupError):
+    """Several checkpoints could be meant: name one of those that the message lists."""
 
 
 class StepPlacedError(TrajstoreError, RuntimeError):

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore.errors import EpisodeNotFoundError
 from trajstore.growing import Growing
 from trajstore.numbered import ByEpisode
 from trajstore.schema import Array
 from trajstore.snapshot import Snapshot
-from trajstore.spans import End, JoinedSpans, StreamSpans, join, span_table
+from trajstore.spans import End, JoinedSpans, StreamSpans, join, ranges, span_table
 
 _MIN_DEAD = 1 << 16  # evicted entries whose memory is not worth giving back
 GONE = 1 << 62  # the first step that is left of an episode that was evicted whole
@@ -67,6 +68,25 @@ class Episodes:
         ends = np.searchsorted(np.cumsum(self.span_rows), np.cumsum(self.n_rows), side="left") + 1
         counts: Array = np.diff(ends, prepend=0)
         return counts
+
+    def take(self, chosen: Array) -> Episodes:
+        """Some of them, in another order."""
+        n = self.n_spans
+        owner, number = ranges(n[chosen])
+        spans = (np.cumsum(n) - n)[chosen][owner] + number
+        facts = (a[chosen] for a in (self.stream, self.episode, self.env, self.t_base, self.n_rows, self.flags))
+        return Episodes(*facts, *(a[spans] for a in (self.span_rows, self.span_row, self.span_source)))
+
+    def above(self, t: Array) -> Episodes:
+        """The same without steps below ``t``; all of them have some left."""
+        lost = (t - self.t_base).clip(0)
+        owner = np.repeat(np.arange(len(t)), self.n_spans)
+        start = np.cumsum(self.span_rows) - self.span_rows - (np.cumsum(self.n_rows) - self.n_rows)[owner]
+        gone = np.clip(lost[owner] - start, 0, self.span_rows)
+        left = gone < self.span_rows
+        spans = (self.span_rows - gone)[left], (self.span_row + gone)[left], self.span_source[left]
+        facts = self.stream, self.episode, self.env, self.t_base + lost, self.n_rows - lost, self.flags
+        return Episodes(*facts, *spans)
 
     @staticmethod
     def of(joined: JoinedSpans, chosen: Array) -> Episodes:
@@ -136,6 +156,7 @@ class EpisodeIndex:
         self._floors: list[ByEpisode] = []  # by stream number: steps of an episode below were evicted here
         self._has_floors = False
         self._own_marks: dict[str, int] = {}  # by stream: rows below are not wanted here, whatever records say
+        self.n_evictions = 0  # changes whenever steps were taken away
         self.follows_evictions = False  # whether anybody asks for `take_evictions`
         self._evictions: list[Array] = []
         self.newest = np.empty(0, np.int64)  # by stream number: the largest number that an episode has had
@@ -196,9 +217,42 @@ class EpisodeIndex:
         self.generation += 1
         self.heads = []
 
-    def _closed_of(self, stream: int) -> Episodes:
-        """The entries of a stream's episodes that ended, as they were written."""
-        entry = np.arange(self.first, self.n_closed)[self.stream.host[self.first : self.n_closed] == stream]
+    def order(self) -> dict[str, Any]:
+        """Which episodes there are, in order, and from which step on."""
+        entry = slice(self.first, self.n)
+        columns = {"stream": self.stream, "episode": self.episode, "t": self.t_base}
+        return {"streams": list(self.numbers)} | {n: c.host[entry].astype(np.int64) for n, c in columns.items()}
+
+    def arrange(self, order: Mapping[str, Any]) -> None:
+        """Show just the episodes of another index, in its order and from its steps on; all here have ended.
+
+        Raises:
+            EpisodeNotFoundError: One of them is not here.
+        """
+        number = np.array([self.numbers.get(name, -1) for name in order["streams"]], np.int64)
+        stream, episode = number[np.asarray(order["stream"])], np.asarray(order["episode"])
+        entry = self.find(stream, episode)
+        if (entry < 0).any():
+            lost = int(np.flatnonzero(entry < 0)[0])
+            name = order["streams"][int(order["stream"][lost])]
+            raise EpisodeNotFoundError(f"episode {episode[lost]} of stream '{name}' is not here any more")
+        every = self._closed_of(None)
+        for n in np.unique(every.stream):
+            mine = every.episode[every.stream == n]
+            self._floors[n].put(mine, np.full(len(mine), GONE))
+            mine = stream == n
+            self._floors[n].put(episode[mine], np.asarray(order["t"])[mine])
+        self._has_floors = True
+        kept = self._seen, self._carried, self._first_rows, self.first
+        self._restart()
+        self._seen, self._carried, self._first_rows, first = kept
+        self._append(every.take(entry - first).above(np.asarray(order["t"])))
+        self.version += 1
+
+    def _closed_of(self, stream: int | None) -> Episodes:
+        """The entries of a stream's episodes that ended, or of all of them, as they were written."""
+        entry = np.arange(self.first, self.n_closed)
+        entry = entry if stream is None else entry[self.stream.host[self.first : self.n_closed] == stream]
         spans = np.arange(self._first_span, self._n_closed_spans)
         ends = np.append(self.span_logical.host[spans[1:]], self.logical.host[self.n_closed])[: len(spans)]
         owner = np.searchsorted(self.logical.host, self.span_logical.host[spans], side="right") - 1
@@ -254,7 +308,7 @@ class EpisodeIndex:
             self._trim_head(stop, self._lost_rows(stop, {self.numbers[n] + 1: mark for n, mark in marks.items()}))
 
     def _head_spans(self, stop: int) -> tuple[int, Array, Array]:
-        """Spans of the entries before ``stop``: where they stop, the entry of each from `first` on, and its rows."""
+        """Spans of the entries before ``stop``: where they stop, and their entries (from `first` on) and rows."""
         span_stop = int(np.searchsorted(self.span_logical.host[: self._n_closed_spans], self.logical.host[stop]))
         logical = self.span_logical.host[self._first_span : span_stop]
         owner = np.searchsorted(self.logical.host[self.first : stop + 1], logical, side="right") - 1
@@ -297,9 +351,12 @@ class EpisodeIndex:
         return episode[is_live], t[is_live]
 
     def _note_evicted(self, stream: Array, episode: Array, start: Array, stop: Array) -> None:
-        if self.follows_evictions:
-            rows = np.stack([np.asarray(a, np.int64) for a in (stream, episode, start, stop)], 1)
-            self._evictions.append(rows[rows[:, 3] > rows[:, 2]])
+        gone = stop > start
+        if gone.any():
+            self.n_evictions += 1
+            if self.follows_evictions:
+                rows = np.stack([np.asarray(a, np.int64) for a in (stream, episode, start, stop)], 1)
+                self._evictions.append(rows[gone])
 
     def take_evictions(self) -> Array:
         """What was evicted since this was last asked: stream, episode, t from and to, one row each."""
@@ -497,6 +554,10 @@ class EpisodeIndex:
         return int(self.logical.host[self.n])
 
     @property
+    def n_episodes(self) -> int:
+        return self.n - self.first
+
+    @property
     def n_steps(self) -> int:
         """Steps of all episodes."""
         return int(self.step_sums.host[self.n - 1]) - self.step_base if self.n else 0
@@ -504,7 +565,8 @@ class EpisodeIndex:
     @property
     def nbytes(self) -> int:
         arrays = (self.logical, self.step_sums, self.flags, self.stream, self.episode, self.t_base, self.env)
-        return sum(a.nbytes for a in (*arrays, *self._entries)) + self.span_nbytes
+        tables = sum(table.nbytes for table in self._entries)
+        return sum(a.nbytes for a in arrays) + tables + self.span_nbytes
 
     @property
     def span_nbytes(self) -> int:

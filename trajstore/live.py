@@ -18,7 +18,8 @@ from trajstore.schema import Array
 from trajstore.spans import End, ranges
 from trajstore.staging import Staging
 
-PAGE_ROWS = 64
+_MAX_PAGE_ROWS = 64
+_PAGES = 2048  # that there should be, so that many environments have one each
 _COLUMNS = (
     *("episode", "env", "n_rows", "end", "has_final", "ended_at", "committed", "live", "next", "room"),
     "floor",  # steps below were evicted
@@ -110,6 +111,7 @@ class LiveEpisodes:
         self._commits: deque[Array] = deque()
         self._amended: list[tuple[int, int, dict[str, Array]]] = []
         self._n_taken = self._n_ends = 0  # rows and ends of the staging being filled that were looked at
+        self._page_rows = _MAX_PAGE_ROWS
         self._free = np.empty(0, np.int64)  # pages
         self._n_free = 0
         # Of episodes, in order of number. Rows from "committed" to "live" lie in live rows; an episode goes on at
@@ -122,8 +124,10 @@ class LiveEpisodes:
         self._is_changed = True
         self._is_longer = False  # some episode, and nothing else has changed
         self._growing = np.empty(0, np.int64)  # where the growing episodes stand that were told of last
+        self.n_aborted = 0  # changes whenever episodes were given up
         self.keeps_arrivals = False
         self._arrivals: list[Array] = []  # episodes of the rows that came since, in that order
+        self._aborted: list[Array] = []  # episodes that were given up since
 
     # ---- called by the writer
 
@@ -165,7 +169,8 @@ class LiveEpisodes:
 
     def set_rows(self, n: int) -> None:
         """Say once how many live rows there are."""
-        self._free = np.arange(n // PAGE_ROWS)
+        self._page_rows = 1 << (max(1, min(_MAX_PAGE_ROWS, n // _PAGES)).bit_length() - 1)
+        self._free = np.arange(n // self._page_rows)
         self._n_free = len(self._free)
 
     def take(self, staging: Staging | None) -> list[Change]:
@@ -249,7 +254,7 @@ class LiveEpisodes:
         at = np.searchsorted(self._episodes["episode"], ids) if self._episodes.n else np.zeros(len(ids), np.int64)
         room = np.zeros(len(ids), np.int64)
         room[~fresh] = self._episodes["room"][at[~fresh]]
-        n_pages = -(-np.maximum(count - room, 0) // PAGE_ROWS)
+        n_pages = -(-np.maximum(count - room, 0) // self._page_rows)
         if values is not None and int(n_pages.sum()) > self._n_free:
             taken.append(_FULL)
             self._n_stuck = self._n_free
@@ -268,7 +273,10 @@ class LiveEpisodes:
         if self.keeps_arrivals:
             self._arrivals.append(block.episode)
         self._end(block.ends)
-        self._is_changed = True
+        if values is None or n or n_pages.any() or len(block.ends):
+            self._is_changed = True
+        else:
+            self._is_longer = True
         return True
 
     def _allot(self, ids: Array, slot: Array, count: Array, n_pages: Array) -> Array:
@@ -281,14 +289,18 @@ class LiveEpisodes:
         owner, i = ranges(count)
         beyond = i - room[owner]
         first_page = np.cumsum(n_pages) - n_pages
-        page = pages[np.minimum(first_page[owner] + np.maximum(beyond, 0) // PAGE_ROWS, max(n - 1, 0))] if n else 0
-        rows = np.where(beyond < 0, following[owner] + i, page * PAGE_ROWS + beyond % PAGE_ROWS)
+        page = (
+            pages[np.minimum(first_page[owner] + np.maximum(beyond, 0) // self._page_rows, max(n - 1, 0))]
+            if n
+            else 0
+        )
+        rows = np.where(beyond < 0, following[owner] + i, page * self._page_rows + beyond % self._page_rows)
         page_owner, k = ranges(n_pages)
-        t = (table["n_rows"][slot] + room)[page_owner] + k * PAGE_ROWS
-        self._spans.append(ids[page_owner], t, LIVE, pages * PAGE_ROWS) if n else None
+        t = (table["n_rows"][slot] + room)[page_owner] + k * self._page_rows
+        self._spans.append(ids[page_owner], t, LIVE, pages * self._page_rows) if n else None
         last = np.cumsum(count) - 1
         table["next"][slot] = rows[last] + 1
-        table["room"][slot] = np.where(n_pages > 0, room + n_pages * PAGE_ROWS - count, room - count)
+        table["room"][slot] = np.where(n_pages > 0, room + n_pages * self._page_rows - count, room - count)
         found: Array = rows
         return found
 
@@ -301,6 +313,9 @@ class LiveEpisodes:
         self._episodes["ended_at"][slot] = self._n_ended + np.arange(len(slot))
         self._n_ended += len(slot)
         if (ends[:, 3] == End.ABORTED).any():
+            self.n_aborted += 1
+            if self.keeps_arrivals:
+                self._aborted.append(ends[ends[:, 3] == End.ABORTED, 1])
             self._drop(self._episodes["end"] == End.ABORTED)
 
     def _slots(self, episode: Array) -> tuple[Array, Array]:
@@ -319,7 +334,7 @@ class LiveEpisodes:
         self._episodes.keep(~gone)
 
     def _release(self, rows: Array) -> None:
-        pages = np.unique(rows // PAGE_ROWS)
+        pages = np.unique(rows // self._page_rows)
         self._free[self._n_free : self._n_free + len(pages)] = pages
         self._n_free += len(pages)
         self.epoch += bool(len(pages))
@@ -378,8 +393,10 @@ class LiveEpisodes:
 
     def take_arrivals(self) -> Array:
         """Episodes of the rows that were taken up since this was last asked, in order of arrival."""
-        taken, self._arrivals = self._arrivals, []
-        return np.concatenate([_EMPTY, *taken])
+        taken, self._arrivals = np.concatenate([_EMPTY, *self._arrivals]), []
+        aborted, self._aborted = self._aborted, []
+        # Some of their rows may have been dropped before anybody saw them, if they were not on their way to disk.
+        return taken[~np.isin(taken, np.concatenate(aborted))] if aborted else taken
 
     def trim(self, episode: Array, t: Array) -> None:
         """Steps of these episodes below ``t`` were evicted."""

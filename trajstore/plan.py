@@ -6,7 +6,7 @@ A plan refers to rows of streams, which never move, so it can be carried out lat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -23,8 +23,11 @@ from trajstore.starts import Draw, Starts
 from trajstore.windows import Windows, relative
 
 MASKS = ("valid", "learn", "is_first", "is_last", "terminated", "truncated")
-WHOLE = ("index", "priority/weight", "priority/probability")  # what a window has once, not at every step
-_RESERVED = {*MASKS, "index", "next", "n_step", "priority"}
+WHOLE = (  # what a window has once, not at every step
+    *("index", "priority/weight", "priority/probability"),
+    *("hindsight/relabelled", "hindsight/goal_index"),
+)
+_RESERVED = {*MASKS, "index", "next", "n_step", "priority", "hindsight"}
 _BFLOAT16_MAX = 3.3895313892515355e38
 _NOTHING = torch.empty(0)
 _NEVER = -(1 << 62)  # a position that no step has
@@ -34,13 +37,15 @@ _NEVER = -(1 << 62)  # a position that no step has
 class Plan:
     """What a batch consists of: rows to read by output key, and what is known without reading.
 
-    ``exists`` says for keys that need padding which of their steps exist. ``index`` names the windows.
+    ``exists`` says for keys that need padding which of their steps exist. ``index`` names the windows. ``edit``
+    changes the values that were read, before anything is made of them, and gives the plan to go on with.
     """
 
     wanted: Mapping[str, Wanted]
     exists: Mapping[str, torch.Tensor]
     known: Mapping[str, torch.Tensor]
     after: After | None
+    edit: Callable[[Plan, dict[str, torch.Tensor]], Plan] | None = None
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what is known."""
@@ -236,6 +241,8 @@ class Planner:
 
     def finish(self, plan: Plan, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The whole batch, flat, from the values that were read."""
+        if plan.edit is not None:
+            plan = plan.edit(plan, values)
         _pad(values, plan.exists, self._spec)
         if plan.after is not None and self._spec.n_step is not None:
             values |= self._n_step(values.pop("n_step/return"), plan.after)

@@ -14,12 +14,14 @@ from trajstore.assembler import Assembler, Kind, Where
 from trajstore.draws import Among, first_recent
 from trajstore.errors import DataError
 from trajstore.priorities import Priorities
-from trajstore.priority_table import EVICTED, PAST_END, Change, PriorityTable
+from trajstore.priority_table import COLUMN, PriorityTable
 from trajstore.rng import Counter
 from trajstore.schema import Array
 from trajstore.sizes import check_positive
 from trajstore.spans import all_between
 from trajstore.starts import Draw, joined
+from trajstore.step_table import EVICTED, PAST_END, Change, StepTable
+from trajstore.stored_column import StoredColumn
 from trajstore.sumtree import SumTree
 from trajstore.windows import Windows
 from trajstore.writer import Writer
@@ -29,7 +31,6 @@ _SLACK = 8  # bits by which it may shrink
 _LARGEST_RAW = 1e300
 _PIECE = 1 << 20  # leaves that are computed at a time
 _MAX_KINDS = 16
-COLUMN = "priority"
 
 
 class PrioritySampler:
@@ -40,83 +41,29 @@ class PrioritySampler:
         n_batches: Batches drawn so far; what schedules go by.
     """
 
-    def __init__(self, source: Assembler, options: Priorities) -> None:
+    def __init__(self, source: Assembler, options: Priorities, steps: StepTable) -> None:
         self.source = source
         self.options = options
-        self.table = PriorityTable(source.index, None if options.initial == "max" else float(options.initial))
+        self.steps = steps
+        self.table = PriorityTable(steps, None if options.initial == "max" else float(options.initial))
+        self._stored = StoredColumn(source, steps, COLUMN, self.table.check)
         self.n_ignored = self.n_batches = 0
         self._trees: dict[tuple[Windows, Where | None], _Tree] = {}
         self._masses = _Masses(options)
         self._seen = -1
-        self._known: set[str] = set()  # streams whose stored priorities were looked for
-        self._saved_by = ""  # the stream of the writer that has put what is stored
-        self._saved: dict[int, tuple[int, int]] = {}  # by source: first row of its generation, changes since
 
     def follow(self) -> None:
         """Catch up with the index."""
         index = self.source.index
         if self._seen == index.version or not index.numbers:
             return
-        snapshot = self.source.snapshot
-        fresh = index.numbers.keys() - self._known
-        targets = {t for record in snapshot.streams for t, named in record.columns.items() if COLUMN in named}
-        stored = snapshot.column(COLUMN, fresh & targets) if fresh & targets else {}
-        # First, so that steps which got no value yet get the largest so far.
-        self.table.check({name: values for name, (_, values) in stored.items()})
-        self.table.follow()
-        self.table.load({index.numbers[name] + 1: found for name, found in stored.items()})
-        self._known |= fresh
+        self._stored.follow()  # so steps which got no value yet get the largest so far
         self._seen = index.version
 
     def save(self, writer: Writer) -> int:
-        """Hand what has changed to a writer, for its next commit; returns how many values that is.
-
-        Single values at first; once they are more than half of a stream's rows, all of them.
-        """
+        """Hand what has changed to a writer, for its next commit; returns how many values that is."""
         self.follow()
-        is_new = self._saved_by != writer.stream
-        if is_new:  # another writer: what the one before had may never have become durable
-            self._saved_by, self._saved = writer.stream, {}
-        changes = self.table.take_changes()
-        if is_new:
-            for source in range(1, len(self.source.index.numbers) + 1):
-                rows, address = self.table.rows_of(source)
-                if len(rows):
-                    changes[source] = rows, address
-        try:
-            n = self._hand_over(changes, writer)
-        except BaseException:
-            self.table.restore_changes(changes)
-            raise
-        return n
-
-    def _hand_over(self, changes: Mapping[int, tuple[Array, Array]], writer: Writer) -> int:
-        names, marks, n = list(self.source.index.numbers), self.source.index.marks, 0
-        n_rows = {record.id: record.rows for record in self.source.snapshot.streams}
-        for source, (rows, address) in changes.items():
-            name = names[source - 1]
-            first, stop = int(marks[source]), n_rows[name]
-            old_first, n_deltas = self._saved.get(source, (0, stop))
-            here = rows >= max(first, old_first)
-            rows, address = rows[here], address[here]
-            if n_deltas + len(rows) > (stop - first) // 2:
-                values = self._by_row(source, first, stop)
-                writer.put_column(COLUMN, name, values, first=first)
-                self._saved[source] = first, 0
-            else:
-                values = self.table.get(address)
-                writer.put_column(COLUMN, name, values, rows=rows)
-                self._saved[source] = old_first, n_deltas + len(rows)
-            n += len(values)
-        return n
-
-    def _by_row(self, source: int, first: int, stop: int) -> Array:
-        """Priorities of a stream's rows; rows that hold no step of the index have 0."""
-        values = np.zeros(stop - first, np.float32)
-        rows, address = self.table.rows_of(source)
-        here = rows >= first
-        values[rows[here] - first] = self.table.get(address[here])
-        return values
+        return self._stored.save(writer)
 
     def configure(self, **changes: Any) -> None:
         """Change options; a change of what masses are made of makes all of them anew."""
@@ -220,7 +167,7 @@ class PrioritySampler:
 
     def _addresses(self, handles: Array, is_spread: bool) -> Array:
         """Addresses of steps, below 0 for those that were evicted and, where ``is_spread``, those past the end."""
-        address = self.table.addresses_of(handles)
+        address = self.steps.addresses_of(handles)
         bad = address < (PAST_END if is_spread else EVICTED)
         if bad.any():
             raise DataError(f"index {handles[np.flatnonzero(bad)[0]].tolist()}: this reader has no such step")
@@ -228,17 +175,20 @@ class PrioritySampler:
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on as before, the priorities themselves included."""
+        self.follow()
         return {
             "n_batches": self.n_batches,
             "n_ignored": self.n_ignored,
-            "table": self.table.state_dict(),
+            "largest": self.table.largest,
+            "steps": self.steps.state_dict(),
             "masses": self._masses.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.n_batches, self.n_ignored = int(state["n_batches"]), int(state["n_ignored"])
         self.follow()
-        self.table.load_state_dict(state["table"])
+        self.steps.load_state_dict(state["steps"])
+        self.table.largest = float(state["largest"])
         self._masses.load_state_dict(state["masses"], self.source.device)
         self._trees = {}
 
@@ -359,7 +309,8 @@ class _Tree:
     def __init__(self, owner: PrioritySampler, windows: Windows, where: Where | None) -> None:
         source = self._source = owner.source
         self._owner = owner
-        self._table = owner.table
+        self._table = owner.steps
+        self._priorities = owner.table
         self._windows = windows
         self._where = where
         with_min = owner.options.normalize == "buffer"
@@ -477,11 +428,11 @@ class _Tree:
         """Priorities of the windows that start at positions."""
         over, spec = self._owner.options.over, self._windows
         if over == "start" or spec.length == 1:
-            return self._table.values[address]
+            return self._priorities.values[address]
         steps = position[:, None] + np.arange(spec.length) * spec.stride
         owner, inside, exists = self._learned(entry, steps)
         where = self._table.addresses(owner.ravel(), inside.ravel()).reshape(steps.shape)
-        values = self._table.values[torch.from_numpy(where).to(address.device)]
+        values = self._priorities.values[torch.from_numpy(where).to(address.device)]
         is_there = torch.from_numpy(exists).to(address.device)
         largest = values.masked_fill(~is_there, 0.0).amax(1)
         mean = (values * is_there).sum(1) / is_there.sum(1)
@@ -512,7 +463,7 @@ class _Tree:
         self.update(masses)
         if is_simple:
             old = self._tree.get(where)
-            mass = masses.of(self._table.values[where])
+            mass = masses.of(self._priorities.values[where])
             self._put_valid(where, address, old, mass)
             return
         self._put_windows(address, masses)
@@ -620,7 +571,7 @@ class _Tree:
             draw = starts.locate(number, Counter(0))
             entry, start = draw.entry.cpu().numpy(), draw.start.clamp(min=0).cpu().numpy()
             where = torch.from_numpy(self._table.addresses(entry, start)).to(index.device)
-            values = self._table.values[where].to(torch.float64)
+            values = self._priorities.values[where].to(torch.float64)
             share = self._tree.get(where).to(torch.float64) / mass_sum
             lowest, highest = min(lowest, float(values.min())), max(highest, float(values.max()))
             total, squares, n = total + float(values.sum()), squares + float((share**2).sum()), n + len(values)
@@ -687,8 +638,9 @@ class PrioritisedDraws:
         self._batch_size, self._windows, self._among = batch_size, windows, among
         self._rng = rng
 
-    def draw(self) -> tuple[Kind, Draw] | None:
-        return self._sampler.draw(self._batch_size, self._windows, self._among, self._rng)
+    def draw(self, batch_size: int | None = None) -> tuple[Kind, Draw] | None:
+        """The windows of the next batch, or some in place of others that are gone."""
+        return self._sampler.draw(batch_size or self._batch_size, self._windows, self._among, self._rng)
 
     @property
     def kind(self) -> Kind:
@@ -699,7 +651,8 @@ class PrioritisedDraws:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rng.load_state_dict(state["rng"])
-        self._sampler.load_state_dict(state["priorities"])
+        if "priorities" in state:  # else they come another way
+            self._sampler.load_state_dict(state["priorities"])
 
     def stats(self) -> dict[str, Any]:
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from trajstore.schema import Schema
 from trajstore.sizes import check_positive, parse_bytes
 from trajstore.snapshot import Snapshot
 from trajstore.starts import Draw
+from trajstore.step_table import StepTable
 from trajstore.store import Store
 from trajstore.windows import Windows
 from trajstore.writer import Writer
@@ -50,6 +51,7 @@ class Reader:
         priorities: Draw by priority, and keep priorities; see `update_priorities`.
         as_tensordict: Give batches as TensorDicts.
         compiled: Use compiled loops on the CPU, where numba is installed; the batches are the same without.
+        streams: Ids of streams that get the first numbers, in this order, in a batch's ``index``.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Reader:
         priorities: Priorities | None = None,
         as_tensordict: bool = False,
         compiled: bool = True,
+        streams: Sequence[str] = (),
     ) -> None:
         self._store = store
         snapshot = store.snapshot if isinstance(store, Store) else store
@@ -75,8 +78,13 @@ class Reader:
         self._as_tensordict = as_tensordict
         budget = parse_bytes(cache_bytes, "cache_bytes")
         budgets = budget, host_bytes
-        self._source = Assembler(snapshot, torch.device(device), *budgets, writer=writer, compiled=compiled)
-        self._priorities = PrioritySampler(self._source, priorities) if priorities is not None else None
+        self._source = Assembler(
+            snapshot, torch.device(device), *budgets, writer=writer, compiled=compiled, streams=streams
+        )
+        self._steps = StepTable(self._source.index)
+        self._priorities = (
+            PrioritySampler(self._source, priorities, self._steps) if priorities is not None else None
+        )
 
     def refresh(self) -> None:
         """Show what has been committed meanwhile; costs what is new and what is open."""
@@ -174,6 +182,12 @@ class Reader:
         with self._source.lock:
             return self._sampler.save(writer)
 
+    def follow_priorities(self) -> None:
+        """Keep up with steps that came and went, also if nobody samples."""
+        if self._priorities is not None:
+            with self._source.lock:
+                self._priorities.follow()
+
     def set_priorities(self, **options: Any) -> None:
         """Change options of the priorities: ``alpha`` makes all masses anew, ``beta`` costs nothing."""
         with self._source.lock:
@@ -257,14 +271,16 @@ class Reader:
         recent_fraction: float = 1.0,
         prioritised: bool = True,
         out: Ring | None = None,
+        admit: Callable[[int], None] | None = None,
     ) -> Batches:
         """An endless iterator over batches as `sample` gives them, with ``prefetch`` prepared in the background.
 
         It draws from a generator of its own, so that its sequence depends neither on ``prefetch`` nor on what else
-        is sampled.
+        is sampled. ``admit`` is called with the size of every batch before it is given out, and may wait or raise.
         """
         among = Among(where, recent_steps, recent_episodes, recent_fraction)
-        return self._iterate(self._draws(batch_size, windows, among, self._rng.fork(), prioritised), prefetch, out)
+        draws = self._draws(batch_size, windows, among, self._rng.fork(), prioritised)
+        return self._iterate(draws, prefetch, out, admit)
 
     def epoch(
         self,
@@ -334,8 +350,15 @@ class Reader:
             )
         return self._iterate(draws, prefetch, out)
 
-    def _iterate(self, draws: Draws | PrioritisedDraws, prefetch: int, ring: Ring | None) -> Batches:
-        return Batches(self._source, draws, prefetch=prefetch, ring=ring, as_tensordict=self._as_tensordict)
+    def _iterate(
+        self,
+        draws: Draws | PrioritisedDraws,
+        prefetch: int,
+        ring: Ring | None,
+        admit: Callable[[int], None] | None = None,
+    ) -> Batches:
+        options = {"prefetch": prefetch, "ring": ring, "as_tensordict": self._as_tensordict, "admit": admit}
+        return Batches(self._source, draws, **options)  # type: ignore[arg-type]
 
     def pin(self, index: torch.Tensor, windows: Windows) -> None:
         """Keep the chunks of these windows in the cache until `unpin`.

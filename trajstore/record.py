@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from trajstore.chunks import MAX_ROWS, ArrayLayout, Codec, crc32c
-from trajstore.errors import FormatError, SchemaError
+from trajstore.errors import DataError, FormatError, SchemaError
 from trajstore.schema import Field, Schema
 from trajstore.spans import End, float_columns, int_columns
 
@@ -122,6 +123,57 @@ class View:
             {_id(stream): tuple(map(_count, episodes)) for stream, episodes in data["discarded"].items()},
             tuple(_id(stream) for stream in data["dead"]),
         )
+
+    def advanced(
+        self,
+        first_rows: Mapping[str, int] | None = None,
+        discarded: Mapping[str, Iterable[int]] | None = None,
+        dead: Collection[str] | None = None,
+    ) -> View:
+        """The view after more was decided; what was decided before stays.
+
+        Raises:
+            DataError: Something is neither a stream id nor a count.
+            ValueError: A mark would go back.
+        """
+        marks = {stream: check_count(row, f"first_rows[{stream!r}]") for stream, row in (first_rows or {}).items()}
+        episodes = {
+            stream: {check_count(episode, f"discarded[{stream!r}]") for episode in numbers}
+            for stream, numbers in (discarded or {}).items()
+        }
+        check_stream_ids((*marks, *episodes), "view")
+        check_stream_ids(dead or (), "dead")
+        for stream, row in marks.items():
+            check_mark(stream, self.first_rows.get(stream, 0), row)
+        return View(
+            {**self.first_rows, **marks},
+            {**self.discarded, **{s: tuple(sorted({*self.discarded.get(s, ()), *e})) for s, e in episodes.items()}},
+            tuple(dict.fromkeys((*self.dead, *(dead or ())))),
+        )
+
+
+def check_stream_ids(streams: Collection[str], what: str) -> None:
+    if isinstance(streams, str) or not isinstance(streams, Collection):
+        raise DataError(f"{what}: expected a list of stream ids, got {streams!r:.80}")
+    for stream in streams:
+        if not isinstance(stream, str) or not is_stream_id(stream):
+            raise DataError(f"{what}: expected stream ids, got {stream!r:.80}")
+
+
+def check_count(value: object, what: str) -> int:
+    """A count that a caller gave, as a plain integer."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_ROWS:
+        raise DataError(f"{what}: expected an integer of at least 0, got {value!r:.80}")
+    return number
+
+
+def check_mark(stream: str, old: int, new: int) -> None:
+    if new < old:
+        raise ValueError(f"stream '{stream}': its first row is {old} already and can't go back to {new}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,6 +344,24 @@ class CommitRecord:
         if record.id != stream_id:
             raise FormatError(f"{what}: record names itself {record.id!r}")
         return record
+
+
+def newest_world(records: Iterable[CommitRecord]) -> str | None:
+    """The world of the record created last among those that have one."""
+    newest = max((r for r in records if r.world is not None), key=lambda r: r.created_at, default=None)
+    return None if newest is None else newest.world
+
+
+def first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
+    """The first live row of each stream: its own mark, or what every session of the newest world has passed."""
+    world = newest_world(records)
+    marks: dict[str, int] = {}
+    for record in records:
+        if world is not None and record.world != world:
+            continue
+        for stream, row in record.view.first_rows.items():
+            marks[stream] = min(row, marks.get(stream, row))
+    return {record.id: max(record.first_row, marks.get(record.id, 0)) for record in records}
 
 
 def layouts_of(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:

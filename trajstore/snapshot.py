@@ -3,20 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from trajstore.episodes import EpisodeKey, EpisodeTable
 from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
-from trajstore.record import CommitRecord, is_stream_id
+from trajstore.record import CommitRecord, View, first_rows, is_stream_id
 from trajstore.schema import Array, Schema, nest, widen_bfloat16
 from trajstore.spans import Spans, StreamSpans
 from trajstore.storage import Storage
 from trajstore.stream import MissingChunkError, StreamReader, join_spans, span_columns
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a view shows of one stream: rows ``[first, stop)``, of its first ``spans`` spans.
+
+    Attributes:
+        first: First row.
+        stop: Row after the last.
+        spans: How many of the stream's spans.
+        text_bytes: How much of their text.
+        record: The stream's record, cut to this; None where the stream goes on and its own is to be read.
+        discarded: Episodes that are not shown, by number.
+    """
+
+    first: int
+    stop: int
+    spans: int
+    text_bytes: int
+    record: CommitRecord | None = None
+    discarded: tuple[int, ...] = ()
+
+    def of(self, record: CommitRecord) -> CommitRecord:
+        """The record of a stream that ends here: its arrays only grow, so a prefix of them is what they were.
+
+        Raises:
+            CorruptionError: The stream has less than this.
+        """
+        mine, its = (self.stop, self.spans, self.text_bytes), (record.rows, record.spans, record.text_bytes)
+        if any(n > there for n, there in zip(mine, its, strict=True)):
+            raise CorruptionError(f"stream '{record.id}' has (rows, spans, text) {its}, {mine} are wanted")
+        discarded = {_shown_as(record): self.discarded} if self.discarded else {}
+        return replace(
+            record,
+            rows=self.stop,
+            spans=self.spans,
+            text_bytes=self.text_bytes,
+            first_row=self.first,
+            is_sealed=True,
+            view=View(discarded=discarded),
+            columns={},
+            layouts={path: a for path, a in record.layouts.items() if not path.startswith("columns/")},
+        )
+
+
+class Cuts(Protocol):
+    """What `Snapshot.at` needs of a checkpoint."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def streams(self) -> Mapping[str, Cut]: ...
 
 
 class _Stream:
@@ -51,6 +105,40 @@ class Snapshot:
         self._storage = storage
         self._schema = schema
         self._streams = dict(streams)
+        self._pins: dict[str, str] = {}  # by stream: the checkpoint that keeps its rows from being evicted
+
+    @staticmethod
+    def at(storage: Storage, schema: Schema | None, checkpoint: Cuts) -> Snapshot:
+        """What a checkpoint shows: each of its streams as far as it lists it, with open episodes as cut.
+
+        Reads the records of those streams that went on, in one wave.
+
+        Raises:
+            CorruptionError: A stream is missing, or has less than the checkpoint lists.
+        """
+        where = f"{storage.display}: checkpoint '{checkpoint.id}'"
+        cuts = checkpoint.streams
+        records = {name: cut.record for name, cut in cuts.items() if cut.record is not None}
+        records |= _read_records(storage, [name for name in cuts if name not in records])
+        if missing := [name for name in cuts if name not in records]:
+            raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
+        try:
+            ended = {name: cut.of(records[name]) for name, cut in cuts.items()}
+        except CorruptionError as error:
+            raise CorruptionError(f"{where}: {error}") from error
+        streams = {name: _Stream(StreamReader(storage, record)) for name, record in ended.items()}
+        snapshot = Snapshot._of(storage, schema, streams, streams.values())
+        snapshot._pins = dict.fromkeys(streams, checkpoint.id)
+        return snapshot
+
+    @staticmethod
+    def _of(
+        storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream], new: Iterable[_Stream]
+    ) -> Snapshot:
+        _check_schemas(storage, schema, new)
+        if schema is None and streams:
+            schema = next(iter(streams.values())).record.schema
+        return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))
 
     @staticmethod
     def load(storage: Storage, schema: Schema | None, before: Snapshot | None = None) -> Snapshot:
@@ -71,17 +159,35 @@ class Snapshot:
             else:  # a backend may answer with an older record; a reader never goes back in time
                 is_newer = record.commit >= old[name].record.commit
                 streams[name] = old[name].advanced(record) if is_newer else old[name]
-        _check_schemas(storage, schema, [stream for name, stream in streams.items() if name not in old])
-        if schema is None and streams:
-            schema = next(iter(streams.values())).record.schema
-        return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))
+        return Snapshot._of(storage, schema, streams, [s for name, s in streams.items() if name not in old])
 
     def advanced(self, record: CommitRecord) -> Snapshot:
         """The same with a newer record of one stream; reads nothing."""
         old = self._streams.get(record.id)
         stream = old.advanced(record) if old is not None else _Stream(StreamReader(self._storage, record))
         streams = {**self._streams, record.id: stream}
-        return Snapshot(self._storage, self._schema or record.schema, streams)
+        snapshot = Snapshot(self._storage, self._schema or record.schema, streams)
+        snapshot._pins = self._pins
+        return snapshot
+
+    def joined(self, other: Snapshot, world: str) -> Snapshot:
+        """This view and, of another, the streams of one world."""
+        more = {name: s for name, s in other._streams.items() if s.record.world == world}
+        snapshot = Snapshot(self._storage, self._schema or other.schema, {**self._streams, **more})
+        snapshot._pins = self._pins
+        return snapshot
+
+    def cuts(self) -> dict[str, Cut]:
+        """What this view shows of every stream, for a checkpoint; streams of which no row is left are left out."""
+        records = self.streams
+        marks, discarded = first_rows(records), _discarded(records)
+        cuts: dict[str, Cut] = {}
+        for r in records:
+            episodes = tuple(sorted(discarded.get(_shown_as(r), ())))
+            cut = Cut(min(marks[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
+            if cut.first < cut.stop:
+                cuts[r.id] = replace(cut, record=cut.of(r)) if r.is_sealed else cut
+        return cuts
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process gets the same commits and reads their span tables itself.
@@ -90,12 +196,14 @@ class Snapshot:
             "storage": self._storage,
             "records": records,
             "schema": self._schema and self._schema.to_json(),
+            "pins": self._pins,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         storage: Storage = state["storage"]
         self._storage = storage
         self._schema = Schema.from_json(state["schema"]) if state["schema"] else None
+        self._pins = state["pins"]
         self._streams = {
             name: _Stream(StreamReader(storage, CommitRecord.from_bytes(data, name, storage.display)))
             for name, data in state["records"].items()
@@ -145,26 +253,23 @@ class Snapshot:
         """The spans of every stream, as this view shows them; stream numbers are positions in `names`."""
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
-        first_rows, dead = _first_rows(records), {s for r in records for s in r.view.dead}
+        marks, discarded = first_rows(records), _discarded(records)
+        dead = {s for r in records for s in r.view.dead}
         hidden: dict[str, tuple[tuple[int, int], ...]] = {}
         for r in records:
             if r.replaces:
                 ranges = hidden.get(r.replaces.stream, ())
                 hidden[r.replaces.stream] = (*ranges, (r.replaces.start, r.replaces.stop))
-        discarded: dict[str, set[int]] = {}
-        for record in records:
-            for target, episodes in record.view.discarded.items():
-                discarded.setdefault(target, set()).update(episodes)
         parts = []
         for name, stream in self._streams.items():
             record = stream.record
-            logical = record.replaces.stream if record.replaces else name
+            logical = _shown_as(record)
             part = StreamSpans(
                 stream=position[logical],
                 source=position[name],
                 spans=self._checked(stream.reader, 0, lambda stream=stream: stream.spans),  # type: ignore[misc]
                 columns=span_columns(record.schema),
-                first_row=first_rows.get(name, 0),
+                first_row=marks.get(name, 0),
                 is_finished=record.is_sealed or name in dead,
                 hidden=hidden.get(name, ()),
                 discarded=frozenset(discarded.get(logical, ())),
@@ -284,13 +389,25 @@ class Snapshot:
 
     def reason(self, missing: MissingChunkError, row: int) -> SnapshotExpiredError | CorruptionError:
         """Why a chunk with this row is missing, by the newest records."""
+        if self._is_pinned(missing.stream):
+            return CorruptionError(str(missing))
         fresh = Snapshot.load(self._storage, self._schema)
-        first = _first_rows([s.record for s in fresh._streams.values()]).get(missing.stream, 0)
+        first = first_rows(fresh.streams).get(missing.stream, 0)
         if missing.stream not in fresh._streams or first > row:
             return SnapshotExpiredError(
                 f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"
             )
         return CorruptionError(str(missing))
+
+    def _is_pinned(self, stream: str) -> bool:
+        """Whether the checkpoint that this is a view of is still there, and so all that it lists of the stream."""
+        if stream not in self._pins:
+            return False
+        try:
+            self._storage.size(f"checkpoints/{self._pins[stream]}/zarr.json")
+        except FileNotFoundError:
+            return False
+        return True
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self._storage.display}: {len(self._streams)} streams, {self.n_rows} rows>"
@@ -335,16 +452,18 @@ def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:
     return item[1].record.created_at, item[0]
 
 
-def _first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
-    """The first live row of each stream: its own mark, or what every session of the newest world has passed."""
-    newest = max((r for r in records if r.world is not None), key=lambda r: r.created_at, default=None)
-    marks: dict[str, int] = {}
+def _shown_as(record: CommitRecord) -> str:
+    """The stream that handles of its episodes name: another one, where it holds that one's rows in its place."""
+    return record.replaces.stream if record.replaces else record.id
+
+
+def _discarded(records: Iterable[CommitRecord]) -> dict[str, set[int]]:
+    """By stream, the episodes that some session does not want shown."""
+    discarded: dict[str, set[int]] = {}
     for record in records:
-        if newest is not None and record.world != newest.world:
-            continue
-        for stream, row in record.view.first_rows.items():
-            marks[stream] = min(row, marks.get(stream, row))
-    return {record.id: max(record.first_row, marks.get(record.id, 0)) for record in records}
+        for target, episodes in record.view.discarded.items():
+            discarded.setdefault(target, set()).update(episodes)
+    return discarded
 
 
 def selected_paths(schema: Schema, fields: Iterable[str] | None) -> list[str]:

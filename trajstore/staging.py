@@ -183,6 +183,17 @@ def empty_batch(schema: Schema) -> Batch:
     return Batch({}, ints, np.zeros((0, len(float_columns(schema)))), b"", time.time())
 
 
+def steps_of(batch: Batch, schema: Schema) -> dict[str, Array]:
+    """The values that a batch adds, by field: final rows count for fields that have a final value."""
+    spans, start = batch.span_ints, int(batch.span_ints[0, 3]) if len(batch.span_ints) else 0
+    finals = spans[spans[:, 6] > 0, 4] - 1 - start
+    found = {}
+    for path, rows in batch.rows.items():
+        values = rows.source if rows.order is None else rows.source[rows.order]
+        found[path] = values if schema[path].final or not len(finals) else np.delete(values, finals, 0)
+    return found
+
+
 def _row_order(staging: Staging) -> Array | None:
     """Staged rows by episode, in order of arrival within it; None where they lie so already."""
     episode = staging.episode[: staging.n]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from trajstore.checkpoints import Checkpoint, find, list_checkpoints
 from trajstore.episodes import EpisodeKey, EpisodeTable
-from trajstore.errors import FormatError, SchemaError, StoreExistsError, StoreNotFoundError
+from trajstore.errors import ClosedError, FormatError, SchemaError, StoreExistsError, StoreNotFoundError
 from trajstore.record import (
     FORMAT,
     GROUP,
@@ -50,6 +51,7 @@ class Store:
         self._url = os.fspath(url)
         self._storage_options = dict(storage_options or {})
         self._snapshot = Snapshot(storage, None, {})
+        self._at: str | None = None  # the checkpoint that it shows, for good
 
     def writer(
         self,
@@ -60,6 +62,9 @@ class Store:
         buffer_bytes: int | str = "256MiB",
         rank: int | None = None,
         world_size: int | None = None,
+        world: str | None = None,
+        checkpoint: str | None = None,
+        dead: Collection[str] = (),
     ) -> Writer:
         """A writer with a stream of its own; any number may write at the same time, under any names.
 
@@ -71,20 +76,38 @@ class Store:
                 it commits in the background, reaching all of it makes appends wait.
             rank: Rank of this writer, recorded with the stream.
             world_size: Number of ranks, recorded with the stream.
+            world: Name of the set of sessions that this one belongs to; the marks of the newest set count.
+            checkpoint: Id of the checkpoint that this set of sessions started from.
+            dead: Ids of streams whose writers this session declares dead; their open episodes read as cut.
         """
+        if self._at is not None:
+            raise ClosedError(
+                f"{self.url} is opened at checkpoint '{self._at}' and never changes; open it without at= to write"
+            )
         check_name(name, "writer name")
-        options = WriterOptions(commit_steps, commit_seconds, buffer_bytes, rank, world_size)
-        schema = self._snapshot.schema or _read_schema(self._storage)
+        options = WriterOptions(
+            commit_steps, commit_seconds, buffer_bytes, rank, world_size, world, checkpoint, dead
+        )
+        schema = self._snapshot.schema or read_schema(self._storage)
         return Writer(self._storage, name, schema, self._settle_schema, options)
 
     def refresh(self) -> Snapshot:
-        """Show what has been committed meanwhile; costs what is new, not what is there."""
-        while True:
+        """Show what has been committed meanwhile; costs what is new, not what is there.
+
+        A store that was opened at a checkpoint goes on showing that.
+        """
+        while self._at is None:
             before = self._snapshot
-            fresh = Snapshot.load(self._storage, before.schema or _read_schema(self._storage), before)
+            fresh = Snapshot.load(self._storage, before.schema or read_schema(self._storage), before)
             if self._snapshot is before:  # else another thread was faster: what it saw must not be undone
                 self._snapshot = fresh
                 return fresh
+        return self._snapshot
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Every complete checkpoint as it is now, parents before children; reads them anew."""
+        return list_checkpoints(self._storage)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -135,7 +158,7 @@ class Store:
         layouts_of(schema)  # refuses codecs and chunk sizes that no writer could use
         if _put_once(self._storage, _SCHEMA, _schema_bytes(schema)):
             return
-        settled = _read_schema(self._storage)
+        settled = read_schema(self._storage)
         if settled is not None and (differences := settled.differences(schema)):
             raise SchemaError(f"{self.url} has another schema: {'; '.join(differences)}")
 
@@ -166,7 +189,7 @@ def create(
     storage = open_storage(url, storage_options, fsync=fsync)
     if not _make_root(storage) and not exist_ok:
         raise StoreExistsError(f"{storage.display} is a store already; open it, or pass exist_ok=True")
-    _check_root(storage)
+    check_root(storage)
     store = Store(storage, url, storage_options)
     if schema is not None:
         store._settle_schema(schema)
@@ -175,23 +198,31 @@ def create(
 
 
 def open(  # noqa: A001 - trajstore.open reads as it should
-    url: Url, *, storage_options: Mapping[str, Any] | None = None, fsync: bool = True
+    url: Url, *, at: str | None = None, storage_options: Mapping[str, Any] | None = None, fsync: bool = True
 ) -> Store:
     """Open a store, for reading or for more writers.
 
     Args:
         url: A path, or an fsspec URL of memory, S3, GCS or Azure.
+        at: Name or id of a checkpoint, or ``"latest"``: show what was there then, for good; read only.
         storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
         fsync: Whether commits to a local directory survive a power cut; without it, only a crash of the process.
 
     Raises:
         StoreNotFoundError: There is no store.
         FormatError: What is there is not a store, or one of a newer format.
+        CheckpointNotFoundError: There is no such checkpoint.
+        AmbiguousCheckpointError: There are several, of which none descends from the others.
     """
     storage = open_storage(url, storage_options, fsync=fsync)
-    _check_root(storage)
+    check_root(storage)
     store = Store(storage, url, storage_options)
-    store.refresh()
+    if at is None:
+        store.refresh()
+    else:
+        checkpoint = find(storage, at)
+        store._snapshot = Snapshot.at(storage, read_schema(storage), checkpoint)
+        store._at = checkpoint.id
     return store
 
 
@@ -203,6 +234,11 @@ def _make_root(storage: Storage) -> bool:
     # The root comes last: what a crash before it leaves is not a store yet, and may be created again.
     if not set(names) <= _SKELETON or not set(storage.list_names("streams")) <= {_ROOT}:
         raise StoreExistsError(f"{storage.display} is not empty and not a store; choose another place")
+    return put_root(storage)
+
+
+def put_root(storage: Storage) -> bool:
+    """Put the groups that every store has and then, which makes it one, the root; False if there is one already."""
     for key in (_STREAMS, _CHECKPOINTS):
         _put_once(storage, key, dump_json(GROUP))
     return _put_once(storage, _ROOT, _root_bytes())
@@ -227,7 +263,8 @@ def _put_once(storage: Storage, key: str, data: bytes) -> bool:
     return True
 
 
-def _check_root(storage: Storage) -> None:
+def check_root(storage: Storage) -> None:
+    """See that there is a store, of a format that this version reads."""
     try:
         data = storage.get(_ROOT)
     except FileNotFoundError:
@@ -235,7 +272,7 @@ def _check_root(storage: Storage) -> None:
     own_attributes(load_json(data, storage.display), "store", storage.display)
 
 
-def _read_schema(storage: Storage) -> Schema | None:
+def read_schema(storage: Storage) -> Schema | None:
     """The schema that the store has settled on; None while it has none."""
     try:
         data = storage.get(_SCHEMA)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trajstore.chunks import ArrayLayout
-from trajstore.errors import CorruptionError, FormatError
-from trajstore.record import Columns, ColumnState, CommitRecord, dump_json
+from trajstore.errors import ConflictError, CorruptionError, FormatError
+from trajstore.record import Columns, ColumnState, CommitRecord, View, dump_json
 from trajstore.schema import Array, Schema
 from trajstore.spans import Spans, check_spans, float_columns, int_columns
 from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage
@@ -198,6 +198,8 @@ class _Column:
         self._tail: Array | None = None  # holds the rows past the last full chunk, zeros after them
         self._next_tail: Array | None = None
         self._tail_version = ANY
+        self._tail_bytes = 0
+        self._put_bytes: dict[int, int] = {}  # size of each object of the last wave, by chunk
 
     def puts(self, new: Rows, expect: str) -> list[Put]:
         """The chunk objects that change when ``new`` is appended. Asking again gives the same bytes.
@@ -205,8 +207,19 @@ class _Column:
         ``expect`` is for chunks that begin with new rows.
         """
         size, stop = self._layout.chunk_rows, self.rows + len(new)
-        self._next_tail = self._tail
-        return [self._put(index, new, stop, expect) for index in range(self.rows // size, -(-stop // size))]
+        self._next_tail, self._put_bytes = self._tail, {}
+        chunks = range(self.rows // size, -(-stop // size))
+        return [self._measured(index, self._put(index, new, stop, expect)) for index in chunks]
+
+    def _measured(self, index: int, put: Put) -> Put:
+        sizes = self._put_bytes
+
+        def make() -> bytes:
+            data = put.make()
+            sizes[index] = len(data)
+            return data
+
+        return replace(put, make=make)
 
     def _put(self, index: int, new: Rows, stop: int, expect: str) -> Put:
         size = self._layout.chunk_rows
@@ -234,15 +247,18 @@ class _Column:
 
         return make
 
-    def advance(self, n: int, versions: Mapping[str, str]) -> None:
-        """Take over the state after ``n`` appended rows became durable."""
+    def advance(self, n: int, versions: Mapping[str, str]) -> int:
+        """Take over the state after ``n`` appended rows became durable; returns by how many bytes it grew."""
         self.rows += n
-        if self.rows % self._layout.chunk_rows == 0:
-            self._tail, self._tail_version = None, ANY
-            return
-        self._tail = self._next_tail
-        key = f"{self._prefix}/{self._layout.chunk_key(self.rows // self._layout.chunk_rows)}"
+        grown = sum(self._put_bytes.values()) - self._tail_bytes  # the tail before was replaced
+        last, n_tail = divmod(self.rows, self._layout.chunk_rows)
+        if not n_tail:
+            self._tail, self._tail_version, self._tail_bytes = None, ANY, 0
+            return grown
+        self._tail, self._tail_bytes = self._next_tail, self._put_bytes[last]
+        key = f"{self._prefix}/{self._layout.chunk_key(last)}"
         self._tail_version = versions.get(key, self._tail_version)
+        return grown
 
 
 @dataclass(slots=True)
@@ -255,6 +271,8 @@ class Batch:
     text: bytes
     committed_at: float
     columns: Sequence[ColumnChange] = ()
+    first_row: int | None = None  # of the stream itself; None: as before
+    view: View | None = None  # what is decided about others; None: as before
 
     @property
     def n_rows(self) -> int:
@@ -276,10 +294,15 @@ class StreamAppender:
     """Appends batches to one stream. Not thread-safe: one thread commits.
 
     After any failure, `commit` with the same batch may be called again, as often as it takes.
+
+    Attributes:
+        record: The newest record.
+        n_bytes: Size of the stream's step and span objects, without what was evicted since.
     """
 
     def __init__(self, storage: Storage, record: CommitRecord, settle_schema: Callable[[Schema], None]) -> None:
         self.record = record
+        self.n_bytes = 0
         self._storage = storage
         self._settle_schema = settle_schema
         self._record_version = ABSENT
@@ -313,7 +336,8 @@ class StreamAppender:
         ]
         # Chunks first, record last: until the record names them no reader looks at the new rows,
         # so a crash here leaves garbage past the end, never a torn episode.
-        versions = self._storage.put_many(puts)
+        with self._explained():
+            versions = self._storage.put_many(puts)
         record = replace(
             self.record,
             rows=self.record.rows + batch.n_rows,
@@ -321,12 +345,15 @@ class StreamAppender:
             text_bytes=self.record.text_bytes + len(batch.text),
             commit=self.record.commit + 1,
             committed_at=batch.committed_at,
+            first_row=self.record.first_row if batch.first_row is None else batch.first_row,
+            view=self.record.view if batch.view is None else batch.view,
             columns=columns,
             layouts=self._layouts(columns),
         )
         self._publish(record)
         for path, rows in new.items():
-            self._columns[path].advance(len(rows), versions)
+            grown = self._columns[path].advance(len(rows), versions)
+            self.n_bytes += 0 if path.startswith("columns/") else grown
 
     def _settle_columns(self, batch: Batch) -> dict[str, dict[str, ColumnState]]:
         """The state of all derived columns after a batch; arrays of a new generation begin anew."""
@@ -383,6 +410,7 @@ class StreamAppender:
         """
         if not self._is_born or self.record.is_sealed:
             return
+        self._check_presence(is_certain=False)
         self._put_nodes()
         self._publish(replace(self.record, is_sealed=True))
 
@@ -404,8 +432,10 @@ class StreamAppender:
         self._storage.put_many([put(path, dump_json(node)) for path, node in self.record.nodes().items()])
 
     def _publish(self, record: CommitRecord) -> None:
+        self._check_presence(is_certain=False)
         try:
-            self._record_version = self._storage.put(record.key, record.to_bytes(), self._record_version)
+            with self._explained():
+                self._record_version = self._storage.put(record.key, record.to_bytes(), self._record_version)
         except FileExistsError:
             self._accept_own_record(record)
         self.record = record
@@ -415,6 +445,32 @@ class StreamAppender:
         if self._storage.get(record.key) != record.to_bytes():
             raise FormatError(f"{self._storage.display}/{record.key} exists already") from None
         self._record_version = ANY
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say so where a put was refused because the stream was removed."""
+        try:
+            yield
+        except ConflictError:
+            self._check_presence(is_certain=True)
+            raise
+
+    def _check_presence(self, *, is_certain: bool) -> None:
+        """Refuse to go on with a stream that was removed by a session that took its writer for dead.
+
+        To put the record again would show rows whose objects are gone. A put that compares versions refuses that
+        by itself, so then it is looked at only to be certain.
+        """
+        if not self._is_born or not (is_certain or self._record_version == ANY):
+            return
+        try:
+            self._storage.size(self.record.key)
+        except FileNotFoundError:
+            remove_stream(self._storage, self.record.id)  # what this commit has put already
+            raise ConflictError(
+                f"{self._storage.display}: stream '{self.record.id}' was removed by a session that declared its"
+                " writer dead; open another writer"
+            ) from None
 
     def _new_rows(self, batch: Batch) -> dict[str, Rows]:
         new = {f"steps/{path}": rows for path, rows in batch.rows.items()}
@@ -431,6 +487,11 @@ class StreamAppender:
         return {path: rows for path, rows in new.items() if len(rows)}
 
 
+def remove_stream(storage: Storage, stream: str) -> None:
+    """Remove all of a stream, its record first."""
+    storage.remove_tree(f"streams/{stream}")
+
+
 def span_columns(schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return int_columns(schema), float_columns(schema)
 
@@ -444,6 +505,9 @@ def new_record(
     *,
     rank: int | None = None,
     world_size: int | None = None,
+    world: str | None = None,
+    checkpoint: str | None = None,
+    view: View | None = None,
 ) -> CommitRecord:
     """The record of a stream that holds nothing yet."""
     return CommitRecord(
@@ -455,6 +519,9 @@ def new_record(
         committed_at=created_at,
         rank=rank,
         world_size=world_size,
+        world=world,
+        checkpoint=checkpoint,
+        view=view or View(),
     )
 
 

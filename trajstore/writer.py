@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -19,8 +19,18 @@ from trajstore.episodes import EpisodeKey, Handle, Handles
 from trajstore.errors import ClosedError, DataError, StepPlacedError, TrajstoreError
 from trajstore.intake import Intake, Step, leading_shape
 from trajstore.lanes import Flags, Lanes, check_ends, end_of
-from trajstore.pipeline import Follower, Pipeline
-from trajstore.record import CommitRecord, is_column_name, is_stream_id, layouts_of, new_id
+from trajstore.pipeline import Follower, Observer, Pipeline
+from trajstore.record import (
+    CommitRecord,
+    View,
+    check_count,
+    check_mark,
+    check_stream_ids,
+    is_column_name,
+    is_stream_id,
+    layouts_of,
+    new_id,
+)
 from trajstore.schema import Array, Field, Schema
 from trajstore.sizes import parse_bytes
 from trajstore.spans import End, EpisodeValues, check_metadata
@@ -29,6 +39,7 @@ from trajstore.storage import Storage
 from trajstore.stream import ColumnChange, StreamAppender, new_record
 
 _log = logging.getLogger(__name__)
+_MAX_WORLD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +53,9 @@ class WriterOptions:
             commits in the background, reaching all of it makes appends wait.
         rank: Rank of this writer, recorded with the stream.
         world_size: Number of ranks, recorded with the stream.
+        world: Name of the set of sessions that this one belongs to; None: of no set.
+        checkpoint: Id of the checkpoint that this set of sessions started from.
+        dead: Ids of streams whose writers this session declares dead; their open episodes read as cut.
     """
 
     commit_steps: int | None = None
@@ -49,6 +63,9 @@ class WriterOptions:
     buffer_bytes: int | str = "256MiB"
     rank: int | None = None
     world_size: int | None = None
+    world: str | None = None
+    checkpoint: str | None = None
+    dead: Collection[str] = ()
 
     def __post_init__(self) -> None:
         for name, low in (("commit_steps", 1), ("rank", 0), ("world_size", 0)):
@@ -58,6 +75,21 @@ class WriterOptions:
         if self.commit_seconds is not None and not self.commit_seconds > 0:
             raise ValueError(f"commit_seconds: expected a positive number or None, got {self.commit_seconds!r}")
         parse_bytes(self.buffer_bytes, "buffer_bytes")
+        self._check_lineage()
+
+    def _check_lineage(self) -> None:
+        if self.world is not None and not _is_text(self.world):
+            raise ValueError(
+                f"world: expected text of 1 to {_MAX_WORLD} characters or None, got {self.world!r:.80}"
+            )
+        # Ids of checkpoints are made as those of streams are.
+        if self.checkpoint is not None and not (isinstance(self.checkpoint, str) and is_stream_id(self.checkpoint)):
+            raise ValueError(f"checkpoint: expected the id of a checkpoint or None, got {self.checkpoint!r:.80}")
+        check_stream_ids(self.dead, "dead")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= _MAX_WORLD and value.isprintable()
 
 
 class Writer:
@@ -105,6 +137,7 @@ class Writer:
             self._make_appender,
             self._lock,
             options.commit_seconds,
+            View(dead=tuple(dict.fromkeys(options.dead))),
         )
 
     @property
@@ -296,6 +329,18 @@ class Writer:
                 raise ValueError(f"writer of stream '{self.stream}' is followed already, or has begun")
             self._pipeline.follower = follower
 
+    def observe(self, observer: Observer) -> None:
+        """Show somebody the steps of every commit, by field, on the background thread and in order.
+
+        What it raises is logged and raised by the writer's next call; the commit stays.
+        """
+        with self._call():
+            self._pipeline.observer = observer
+
+    def raise_pending(self) -> None:
+        """Raise what failed in the background and was not raised to anybody yet."""
+        self._pipeline.raise_pending()
+
     @contextlib.contextmanager
     def staged(self, blocking: bool = False) -> Iterator[Staging | None]:
         """The steps that are staged, while nothing is appended.
@@ -317,6 +362,108 @@ class Writer:
         """The newest commit record; None before the first commit."""
         appender = self._pipeline.appender
         return appender.record if appender is not None and appender.record.commit else None
+
+    @property
+    def committed_rows(self) -> int:
+        """Rows of the stream that are committed, evicted ones included."""
+        appender = self._pipeline.appender
+        return appender.record.rows if appender is not None else 0
+
+    @property
+    def n_bytes_put(self) -> int:
+        """Size of the stream's step and span objects on the storage, if none were evicted."""
+        appender = self._pipeline.appender
+        return appender.n_bytes if appender is not None else 0
+
+    @property
+    def first_rows(self) -> dict[str, int]:
+        """By stream, the first row that this session still wants, as far as `set_view` said; its own included."""
+        with self._lock:
+            return {**self._pipeline.view.first_rows, self.stream: self._pipeline.first_row}
+
+    def set_view(
+        self,
+        *,
+        first_row: int | None = None,
+        first_rows: Mapping[str, int] | None = None,
+        discarded: Mapping[str, Iterable[int]] | None = None,
+        dead: Collection[str] | None = None,
+    ) -> None:
+        """Say what this session still wants, from the next commit on; see `publish_view`.
+
+        What was said before stays: marks never go back, and nothing that was discarded or dead is so no longer.
+        It stands in the record, which every commit writes whole, so keep it short.
+
+        Args:
+            first_row: First row of this stream that is still wanted; at most the rows committed so far.
+            first_rows: The same for other streams, by id.
+            discarded: Episodes that are not to be shown, by stream.
+            dead: Ids of streams whose writers are declared dead; their open episodes read as cut.
+
+        Raises:
+            ValueError: A mark would go back.
+            DataError: A value is none, or names rows or streams that it can't.
+        """
+        with self._call(raises_pending=False):
+            old = self._pipeline.first_row
+            new = old if first_row is None else check_count(first_row, "first_row")
+            check_mark(self.stream, old, new)
+            if new > self.committed_rows:
+                raise DataError(f"first_row: expected at most the {self.committed_rows} rows committed, got {new}")
+            view = self._pipeline.view.advanced(first_rows, discarded, dead)
+            if self.stream in view.first_rows:
+                raise DataError(f"first_rows: stream '{self.stream}' is the writer's own; give first_row")
+            if self.stream in view.dead:
+                raise DataError(f"dead: stream '{self.stream}' is the writer's own")
+            self._pipeline.set_view(new, view)
+
+    def publish_view(self) -> int:
+        """Publish in the background what `set_view` said, also if nothing else is to be committed.
+
+        Steps that are staged stay staged, unless the stream is only born by this. It comes after all commits that
+        were asked for before, counts as a commit itself, and is tried again as others are where it fails.
+
+        Returns:
+            A ticket for `wait`.
+
+        Raises:
+            DataError: The store has no schema yet, so no record can be written.
+        """
+        with self._call(raises_pending=False):
+            if self._intake.known is None:
+                raise DataError("publish_view: the store has no schema yet; declare one, or append first")
+            return self._pipeline.publish_view()
+
+    def cut(self, done: Callable[[CommitRecord | None], None]) -> int:
+        """Ask for the commit record that holds exactly what is appended so far.
+
+        Hands off what is staged and does not wait until it is durable; if the disk is so far behind that both
+        halves of the buffer are full, it waits for one to be free, as an append would. No steps are copied.
+
+        Args:
+            done: Called once on the background thread when everything appended before is durable, with the record
+                of that commit, whatever was appended since; with None if nothing was ever committed. Later
+                commits wait for it, so it should be quick, and it must not call the writer. What it raises is
+                logged and raised by the writer's next call; the commit stays. Never called if the writer is
+                given up before.
+
+        Returns:
+            A ticket for `wait`.
+        """
+        if not callable(done):
+            raise TypeError(f"done: expected something to call with the record, got {done!r:.80}")
+        with self._call():
+            return self._pipeline.hand_off(done)
+
+    def wait(self, ticket: int) -> None:
+        """Wait until what a ticket stands for is durable and told; gives what failed another try.
+
+        Raises:
+            BaseException: What the try ended with, or what the callback of a cut raised.
+        """
+        self._check_process()
+        self._pipeline.wait(ticket)
+        self._pipeline.raise_told()
 
     def put_column(
         self, name: str, target: str, values: Array, *, first: int = 0, rows: Array | None = None
@@ -401,6 +548,7 @@ class Writer:
         self._pipeline.wait(self._pipeline.hand_off())
         self._pipeline.seal()
         self._release()
+        self._pipeline.raise_told()
 
     def _release(self) -> None:
         self._is_closed = True
@@ -440,7 +588,7 @@ class Writer:
         return f"<Writer {self.stream} of {self._storage.display}, {state}>"
 
     @contextlib.contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self, *, raises_pending: bool = True) -> Iterator[None]:
         """Take the lock, raise what the background left, and undo a schema read off data that is refused."""
         self._check_process()
         with self._lock:
@@ -448,7 +596,8 @@ class Writer:
                 raise ClosedError(f"writer of stream '{self.stream}' is closed; open another with store.writer()")
             if self._is_ending:
                 raise ClosedError(f"writer of stream '{self.stream}' is being closed; call close() again")
-            self._pipeline.raise_pending()
+            if raises_pending:  # not to a thread that others have for themselves
+                self._pipeline.raise_pending()
             try:
                 with self._intake.attempt():
                     yield
@@ -589,6 +738,9 @@ class Writer:
             self._created_at,
             rank=options.rank,
             world_size=options.world_size,
+            world=options.world,
+            checkpoint=options.checkpoint,
+            view=self._pipeline.view,
         )
         return StreamAppender(self._storage, record, self._settle_schema)
 

@@ -84,6 +84,43 @@ class Storage:
         """Remove objects; those already gone are fine."""
         raise NotImplementedError
 
+    def list_tree(self, prefix: str) -> list[str]:
+        """Keys of all objects below a prefix, in order, never from a cache; empty where there are none."""
+        return sorted(self.tree_sizes(prefix))
+
+    def tree_sizes(self, prefix: str) -> dict[str, int]:
+        """Sizes of all objects below a prefix, by key, never from a cache; what goes away meanwhile is left out."""
+        raise NotImplementedError
+
+    def remove_tree(self, prefix: str) -> None:
+        """Remove all objects below a prefix; that there are none is fine.
+
+        Its ``zarr.json`` goes before all others, so whoever still finds it finds the others too.
+        """
+        check_tree(prefix)
+        self.delete([f"{prefix}/zarr.json"])
+        self.delete(self.list_tree(prefix))
+
+    def copy(self, source_key: str, other: Storage, key: str, *, may_link: bool = False) -> None:
+        """Copy an object into another storage, or to another place in this one; see `copy_many`."""
+        self.copy_many([(source_key, key)], other, may_link=may_link)
+
+    def copy_many(self, keys: Sequence[tuple[str, str]], other: Storage, *, may_link: bool = False) -> None:
+        """Copy many objects in one concurrent wave; durable when it returns. What is there is replaced.
+
+        Where both storages are one service, it makes the copies itself.
+
+        Args:
+            keys: Pairs of where an object is, and what to call it in the other storage.
+            other: Where to; may be this one.
+            may_link: Whether the copies may share their bytes with the objects, in a local file system. Only for
+                objects that never change.
+
+        Raises:
+            FileNotFoundError: An object is not there.
+        """
+        other.put_many([Put(key, lambda source=source: self.get(source)) for source, key in keys])  # type: ignore[misc]
+
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         """Many objects in one concurrent wave."""
         return self.map(self.get, keys)
@@ -129,6 +166,12 @@ os.register_at_fork(after_in_child=_after_fork)
 def check_key(key: str) -> None:
     if ".." in key.split("/") or key.startswith("/"):
         raise ValueError(f"key {key!r} leaves the store")
+
+
+def check_tree(prefix: str) -> None:
+    check_key(prefix)
+    if not prefix.strip("/."):
+        raise ValueError(f"prefix {prefix!r}: expected a part of the store, not all of it")
 
 
 def failed(action: str, where: str, error: BaseException, secrets: Iterable[str] = ()) -> StorageError:

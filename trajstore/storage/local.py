@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.errors import StorageError
-from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage, check_key, failed
+from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage, check_key, check_tree, failed
 
 _N_THREADS = 4
 _SCRATCH = "scratch"
+# Another device, a file system without links, a file with too many, or one that its owner guards.
+_NO_LINKS = frozenset(
+    {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+)
 # The directory of an array node is invisible to whoever walks the hierarchy, so temporary files go there.
 _SCRATCH_NODE = (
     b'{"zarr_format":3,"node_type":"array","shape":[0],"data_type":"uint8",'
@@ -79,8 +83,9 @@ class LocalStorage(Storage):
         wave = list(puts)
 
         def publish(put: Put) -> set[str]:
+            data = put.make()  # its errors are not ours to translate
             with self._translated("write", put.key):
-                return self._publish(put.key, put.make(), put.expect)
+                return self._publish(put.key, data, put.expect)
 
         dirty: set[str] = set().union(*self.map(publish, wave))
         with self._translated("sync", ""):
@@ -99,6 +104,58 @@ class LocalStorage(Storage):
             with self._translated("delete", key), contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path(key))
 
+    def tree_sizes(self, prefix: str) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        with self._translated("list", prefix):
+            for directory, _, names in os.walk(self._path(prefix), onerror=_raise_unless_gone):
+                for name in names:
+                    path = os.path.join(directory, name)
+                    with contextlib.suppress(FileNotFoundError):
+                        sizes[Path(path).relative_to(self._root).as_posix()] = os.stat(path).st_size
+        return sizes
+
+    def remove_tree(self, prefix: str) -> None:
+        """Remove a directory at once, by renaming it into ``scratch``, where its files are then deleted."""
+        check_tree(prefix)
+        path = self._path(prefix)
+        if not path.is_dir():
+            return
+        with self._translated("delete", prefix):
+            aside = self._scratch() / self._unique()
+            try:
+                os.rename(path, aside)
+            except FileNotFoundError:  # somebody else was faster
+                return
+            self._sync_directories({str(path.parent)})
+            shutil.rmtree(aside)
+
+    def copy_many(self, keys: Sequence[tuple[str, str]], other: Storage, *, may_link: bool = False) -> None:
+        if not may_link or not isinstance(other, LocalStorage):
+            return super().copy_many(keys, other)
+        linked = self.map(lambda pair: self._link(pair[0], other, pair[1]), keys)
+        with other._translated("sync", ""):
+            other._sync_directories({directory for found in linked for directory in found or ()})
+        return super().copy_many([pair for pair, found in zip(keys, linked, strict=True) if found is None], other)
+
+    def _link(self, source_key: str, other: LocalStorage, key: str) -> set[str] | None:
+        """Give a file a second name; the directories that need syncing, None where the file systems can't."""
+        temporary = other._scratch() / other._unique()
+        with self._translated("read", source_key):
+            try:
+                os.link(self._path(source_key), temporary)
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    return None
+                raise
+        with other._translated("write", key):
+            try:
+                other._sync_file(temporary)
+                return other._publish_file(temporary, other._path(key), ANY)
+            finally:
+                # To rename one name of a file to another name of the same file does nothing.
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+
     def _path(self, key: str) -> Path:
         check_key(key)
         return self._root / key
@@ -113,21 +170,24 @@ class LocalStorage(Storage):
         temporary = self._scratch() / self._unique()
         try:
             self._write_file(temporary, data)
-            while True:
-                try:
-                    _link_or_rename(temporary, target, expect)
-                    return {str(target.parent)}
-                except FileExistsError:
-                    # Perhaps of our own first try, whose directories are not synced yet.
-                    self._sync_directories({str(target.parent), str(target.parent.parent)})
-                    raise
-                except FileNotFoundError:
-                    if made := self._publish_with_parents(temporary, target):
-                        return made
+            return self._publish_file(temporary, target, expect)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+
+    def _publish_file(self, temporary: Path, target: Path, expect: str) -> set[str]:
+        while True:
+            try:
+                _link_or_rename(temporary, target, expect)
+                return {str(target.parent)}
+            except FileExistsError:
+                # Perhaps of our own first try, whose directories are not synced yet.
+                self._sync_directories({str(target.parent), str(target.parent.parent)})
+                raise
+            except FileNotFoundError:
+                if made := self._publish_with_parents(temporary, target):
+                    return made
 
     def _publish_with_parents(self, temporary: Path, target: Path) -> set[str]:
         """Make the missing directories and the file appear at once, by renaming a whole directory.
@@ -164,6 +224,14 @@ class LocalStorage(Storage):
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+    def _sync_file(self, path: Path) -> None:
+        if self._fsync_on:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def _sync_directories(self, paths: set[str]) -> None:
         if not self._fsync_on:
@@ -210,6 +278,11 @@ class LocalStorage(Storage):
 def _read_all(file: Any) -> bytes:
     data: bytes = file.readall()
     return data
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error
 
 
 def _link_or_rename(temporary: Path, target: Path, expect: str) -> None:

@@ -33,6 +33,8 @@ _EXTRAS = {
     "abfss": "azure",
 }
 
+_COPIES_ITSELF = frozenset({"memory", "s3", "gs"})  # Azure answers before it has copied
+
 _memory_lock = threading.Lock()  # fsspec's in-memory "create" looks first and writes then
 
 
@@ -124,6 +126,36 @@ class FsspecStorage(Storage):
 
         return self._retried("list", prefix, names)
 
+    def tree_sizes(self, prefix: str) -> dict[str, int]:
+        def sizes() -> dict[str, int]:
+            try:
+                entries = self._fs.find(self._path(prefix), detail=True, refresh=True)
+            except FileNotFoundError:
+                return {}
+            below, root = f"{self._path(prefix)}/", f"{self._path_root}/"
+            named = ((str(name), entry) for name, entry in entries.items())
+            return {n.removeprefix(root): int(e["size"]) for n, e in named if n.startswith(below) and n[-1] != "/"}
+
+        return self._retried("list", prefix, sizes)
+
+    def copy_many(self, keys: Sequence[tuple[str, str]], other: Storage, *, may_link: bool = False) -> None:
+        if not isinstance(other, FsspecStorage) or not self._is_one_service_with(other):
+            return super().copy_many(keys, other)
+
+        def copy(pair: tuple[str, str]) -> None:
+            check_key(pair[1])
+            paths = self._path(pair[0]), other._path(pair[1])
+            self._retried("copy", pair[0], lambda: self._fs.cp_file(*paths))
+
+        self.map(copy, keys)
+        return None
+
+    def _is_one_service_with(self, other: FsspecStorage) -> bool:
+        """Whether the service copies objects between the two by itself, whole when it answers."""
+        mine, theirs = self._fs, other._fs
+        is_same = type(mine) is type(theirs) and mine.storage_options == theirs.storage_options
+        return is_same and not _COPIES_ITSELF.isdisjoint(self._protocols())
+
     def delete(self, keys: Sequence[str]) -> None:
         def remove(key: str) -> None:
             with contextlib.suppress(FileNotFoundError):
@@ -198,7 +230,7 @@ class FsspecStorage(Storage):
             except (FileExistsError, StorageError, MissingExtraError):
                 raise
             except Exception as error:
-                if isinstance(error, FileNotFoundError) and action == "read":
+                if isinstance(error, FileNotFoundError) and action in ("read", "copy"):
                     raise
                 failure = failed(action, f"{self.display}/{key}", error, self._secrets)
                 if attempt == _ATTEMPTS or isinstance(error, (PermissionError, FileNotFoundError)):

@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 
 import pytest
 
-from trajstore.storage import ABSENT, Put, Storage
+from trajstore.storage import ABSENT, Put, Storage, open_storage
 
 _MEGABYTE = 1_000_000
 _JOIN_S = 120
@@ -93,6 +94,7 @@ class StorageConformance:
 
     @pytest.mark.parametrize("key", ["../x", "/x", "a/../../x", ".."])
     def test_a_key_that_leaves_the_store_is_refused(self, storage: Storage, key: str) -> None:
+        storage.put("there", b"1")
         actions: list[Callable[[], object]] = [
             lambda: storage.get(key),
             lambda: storage.put(key, b"data"),
@@ -100,6 +102,11 @@ class StorageConformance:
             lambda: storage.size(key),
             lambda: storage.list_names(key),
             lambda: storage.delete([key]),
+            lambda: storage.list_tree(key),
+            lambda: storage.tree_sizes(key),
+            lambda: storage.remove_tree(key),
+            lambda: storage.copy(key, storage, "there"),
+            lambda: storage.copy("there", storage, key, may_link=True),
         ]
         for action in actions:
             with pytest.raises(ValueError, match="leaves the store"):
@@ -134,6 +141,105 @@ class StorageConformance:
         assert storage.list_names("p") == ["a"]
         _in_thread(lambda: self.reopen(storage).put("p/b", b"2"))
         assert storage.list_names("p") == ["a", "b"]
+
+    # ---- trees -------------------------------------------------------------------------------------
+
+    def test_a_tree_names_every_object_below_a_prefix_with_its_size(self, storage: Storage) -> None:
+        for i, key in enumerate(("p/b", "p/a/deep/er", "p/a/x", "p/a.b", "pq/x", "q", "x/p/b")):
+            storage.put(key, bytes(i))
+        assert storage.tree_sizes("p") == {"p/b": 0, "p/a/deep/er": 1, "p/a/x": 2, "p/a.b": 3}
+        assert storage.list_tree("p") == ["p/a.b", "p/a/deep/er", "p/a/x", "p/b"]
+        assert storage.list_tree("p/a") == ["p/a/deep/er", "p/a/x"]
+
+    def test_the_tree_of_nothing_or_of_an_object_is_empty(self, storage: Storage) -> None:
+        storage.put("p/a", b"1")
+        assert storage.list_tree("nothing/here") == []
+        assert storage.list_tree("p/a") == []
+        assert storage.list_tree("p/a/b") == []
+
+    def test_a_tree_shows_a_put_made_through_another_storage_object(self, storage: Storage) -> None:
+        storage.put("p/a/x", b"1")
+        assert storage.list_tree("p") == ["p/a/x"]
+        _in_thread(lambda: self.reopen(storage).put("p/b/y", b"22"))
+        _in_thread(lambda: self.reopen(storage).put("p/a/x", b"333"))
+        assert storage.tree_sizes("p") == {"p/a/x": 3, "p/b/y": 2}
+
+    def test_removing_a_tree_removes_all_below_the_prefix_and_nothing_beside_it(self, storage: Storage) -> None:
+        for key in ("p/a/zarr.json", "p/a/x/y/z", "p/a/x/c.0", "p/ab/zarr.json", "p/zarr.json"):
+            storage.put(key, b"1")
+        storage.remove_tree("p/a")
+        assert storage.list_tree("p") == ["p/ab/zarr.json", "p/zarr.json"]
+        assert "a" not in storage.list_names("p")
+        with pytest.raises(FileNotFoundError):
+            storage.get("p/a/x/c.0")
+
+    def test_a_removed_tree_may_be_removed_and_put_again(self, storage: Storage) -> None:
+        storage.remove_tree("never/put")
+        storage.put("p/a/zarr.json", b"1")
+        storage.remove_tree("p/a")
+        storage.remove_tree("p/a")
+        storage.put("p/a/zarr.json", b"2", ABSENT)
+        assert storage.list_tree("p") == ["p/a/zarr.json"]
+
+    @pytest.mark.parametrize("prefix", ["", ".", "./", "./."])
+    def test_the_tree_of_everything_is_not_removed(self, storage: Storage, prefix: str) -> None:
+        storage.put("a", b"1")
+        with pytest.raises(ValueError, match="not all of it"):
+            storage.remove_tree(prefix)
+        assert storage.get("a") == b"1"
+
+    # ---- copies ------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("may_link", [False, True])
+    def test_a_copy_holds_the_same_bytes_and_replaces_what_was_there(
+        self, storage: Storage, may_link: bool
+    ) -> None:
+        storage.put("a/x", _noise(100_000))
+        storage.put("b/old", b"old")
+        for key in ("b/y", "b/y", "b/old", "new/directories/z"):
+            storage.copy("a/x", self.reopen(storage), key, may_link=may_link)
+            assert storage.get(key) == _noise(100_000)
+        assert storage.list_tree("b") == ["b/old", "b/y"]
+
+    @pytest.mark.parametrize("may_link", [False, True])
+    def test_a_copy_stays_when_the_original_is_replaced_or_deleted(self, storage: Storage, may_link: bool) -> None:
+        storage.put("x", b"first")
+        storage.copy("x", storage, "y", may_link=may_link)
+        storage.put("x", b"second")
+        assert storage.get("y") == b"first"
+        storage.copy("x", storage, "y", may_link=may_link)
+        storage.delete(["x"])
+        assert storage.get("y") == b"second"
+
+    @pytest.mark.parametrize("may_link", [False, True])
+    def test_to_copy_what_is_not_there_is_a_file_not_found_error(self, storage: Storage, may_link: bool) -> None:
+        storage.put("y", b"1")
+        with pytest.raises(FileNotFoundError):
+            storage.copy("x", storage, "y", may_link=may_link)
+        assert storage.get("y") == b"1"
+
+    @pytest.mark.parametrize("may_link", [False, True])
+    def test_a_wave_of_copies_makes_every_object(self, storage: Storage, may_link: bool) -> None:
+        wave = [(f"from/{i}", f"to/{i}/x") for i in range(40)]
+        for i, (source, _) in enumerate(wave):
+            storage.put(source, _noise(i))
+        storage.copy_many(wave, self.reopen(storage), may_link=may_link)
+        assert storage.get_many([key for _, key in wave]) == [_noise(i) for i in range(40)]
+        assert set(storage.list_names("")) <= {"from", "to", "scratch"}
+
+    @pytest.mark.parametrize("is_into_ours", [False, True])
+    def test_copies_go_from_and_to_storages_of_another_kind(
+        self, storage: Storage, tmp_path: Path, is_into_ours: bool
+    ) -> None:
+        directory = open_storage(tmp_path / "another kind")
+        source, target = (directory, storage) if is_into_ours else (storage, directory)
+        wave = {f"k{i}": _noise(1000 + i) for i in range(20)}
+        source.put_many([Put(key, lambda data=data: data) for key, data in wave.items()])  # type: ignore[misc]
+        source.copy_many([(key, f"p/{key}") for key in wave], target, may_link=True)
+        assert target.get_many([f"p/{key}" for key in wave]) == list(wave.values())
+        with pytest.raises(FileNotFoundError):
+            source.copy("nothing", target, "p/nothing", may_link=True)
+        assert "nothing" not in target.list_names("p")
 
     # ---- conditional puts --------------------------------------------------------------------------
 

@@ -1,0 +1,823 @@
+"""The live buffer that a trainer holds: append while you train, sample, get killed, resume exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from trajstore import checkpoints
+from trajstore.batches import Batches
+from trajstore.checkpointing import Checkpointer, Taken, prune
+from trajstore.checkpoints import Checkpoint, Cut
+from trajstore.episodes import EpisodeKey, Handle, Handles
+from trajstore.errors import ClosedError, SnapshotExpiredError
+from trajstore.intake import Step
+from trajstore.lanes import Flags
+from trajstore.outputs import Ring
+from trajstore.reader import Reader
+from trajstore.record import CommitRecord, new_id
+from trajstore.record import first_rows as record_marks
+from trajstore.replay_options import ReplayOptions, from_json, settle_options, to_json
+from trajstore.retention import Retainer, Retention, first_rows
+from trajstore.schema import Schema
+from trajstore.snapshot import Snapshot
+from trajstore.statistics import RunningStatistics
+from trajstore.store import Store, Url, create
+from trajstore.store import open as open_store
+from trajstore.sweeping import Sweeper
+from trajstore.windows import Windows
+
+_log = logging.getLogger(__name__)
+_PUBLISH_ROWS = 1 << 14  # appended before they are taken up even if nobody samples
+_SWEEPS = 64  # marks are told when so large a part of the limit was evicted since
+_REDRAWS = 8
+_POLL_S = 0.05  # steps may also come from elsewhere, by a refresh
+
+
+class ReplayBuffer:
+    """Appends, keeps, samples and checkpoints experience at a URL; safe to use from several threads.
+
+    An appended step can be sampled at once, open episodes included; it is encoded and stored behind, and durable
+    after `flush` or a background commit. What is over ``capacity`` goes, oldest first. Use it as a context manager,
+    or `close` it.
+
+    ```
+    buffer = ReplayBuffer("runs/7", capacity=1_000_000, sample=Windows(length=32), seed=0)
+    buffer.append({"observation": obs, "action": action, "reward": reward}, env=0, terminated=False)
+    batch = buffer.sample(256)
+    buffer.save_checkpoint("step-1000")
+    buffer = ReplayBuffer.resume("runs/7", "latest")  # after a crash: goes on with the very next batch
+    ```
+
+    Args:
+        url: A path, or an fsspec URL of memory, S3, GCS or Azure. A store that is there is gone on with: all of it
+            can be sampled; `resume` goes on from a checkpoint instead.
+        schema: The fields; None: those of the store, or read off the first data.
+        capacity: Steps to keep, or a `Retention`; None: everything.
+        device: Where batches and the cache live.
+        cache_bytes: Bound of the memory for decoded chunks on the device, steps not yet committed included.
+        host_cache_bytes: Bound of the memory for compressed chunks in RAM; see `Reader`.
+        sample: The windows that `sample` draws unless told otherwise.
+        priorities: Draw by priority.
+        samples_per_insert: Makes appends and samples wait for each other; see `SamplesPerInsert`.
+        statistics: Keep running statistics of all fields, or of these; see `statistics`.
+        seed: Of the draws.
+        name: Of the stream that this session writes.
+        commit_steps: Commit in the background whenever so many steps are staged.
+        commit_seconds: Commit in the background at least this often.
+        buffer_bytes: Bound of the memory for steps that are appended and not yet durable.
+        grace_s: How long evicted steps stay on storage, for readers that still look at them.
+        rank: Rank of this session, recorded with its stream.
+        world_size: Number of ranks, recorded with its stream.
+        as_tensordict: Give batches as TensorDicts.
+        compiled: Use compiled loops on the CPU; the batches are the same without.
+        storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
+        fsync: Whether commits to a local directory survive a power cut.
+    """
+
+    def __init__(
+        self,
+        url: Url,
+        *,
+        schema: Schema | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        fsync: bool = True,
+        **options: Any,
+    ) -> None:
+        settled = settle_options(ReplayOptions(), options)
+        store = create(url, schema, storage_options=storage_options, exist_ok=True, fsync=fsync)
+        self._begin(store, settled, None, None)
+
+    @classmethod
+    def resume(
+        cls,
+        url: Url,
+        checkpoint: str = "latest",
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        fsync: bool = True,
+        **changes: Any,
+    ) -> ReplayBuffer:
+        """Go on from a checkpoint, as a session of its own: the next batch is the one that would have come.
+
+        Shows what the checkpoint holds and what this session appends. What another session wrote after the
+        checkpoint stays readable in the store, is `abandoned` here and never mixed in. Episodes that were open read
+        as cut.
+
+        Args:
+            url: Of the store.
+            checkpoint: Name or id of a checkpoint, or "latest".
+            storage_options: As for the buffer itself; never stored.
+            fsync: The same.
+            changes: Options that are to differ from those of the session that saved it. A limit that is lowered
+                evicts, another device or cache changes nothing in the batches.
+
+        Raises:
+            CheckpointNotFoundError: There is no such checkpoint.
+            AmbiguousCheckpointError: "latest" could be one of several, of different lineages.
+        """
+        store = open_store(url, storage_options=storage_options, fsync=fsync)
+        settle_options(ReplayOptions(), changes)  # refuses what there is not, before anything is read
+        found = checkpoints.find(store.snapshot.storage, checkpoint)
+        state = checkpoints.read_state(store.snapshot.storage, found)
+        buffer = cls.__new__(cls)
+        buffer._begin(store, settle_options(from_json(state["options"], changes), changes), found, state)
+        return buffer
+
+    def _begin(
+        self, store: Store, options: ReplayOptions, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None
+    ) -> None:
+        self._store, self.options = store, options
+        self._storage = store.snapshot.storage
+        self._pid = os.getpid()
+        self._world = new_id("world")
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._waiting = 0  # threads that want to know of appends
+        self._n_sampled = self._n_redrawn = self._n_unpublished = self._n_told = 0
+        self._bytes_per_step: float | None = None
+        self._held: Mapping[str, int] = {}  # rows that a checkpoint wants which is being saved
+        self._iterators: list[weakref.ref[Batches]] = []
+        self._saved_iterators: list[Mapping[str, Any]] = list(state["iterators"]) if state else []
+        self._cut = Snapshot.at(self._storage, store.schema, checkpoint) if checkpoint is not None else None
+        self.abandoned = _abandoned(store.snapshot, self._cut)
+        self._limiter = options.samples_per_insert
+        self._statistics = _statistics(store.schema, options, state)
+        self._writer = store.writer(
+            options.name,
+            commit_steps=options.commit_steps,
+            commit_seconds=options.commit_seconds,
+            buffer_bytes=options.buffer_bytes,
+            rank=options.rank,
+            world_size=options.world_size,
+            world=self._world,
+            checkpoint=checkpoint.id if checkpoint is not None else None,
+            dead=_unfinished(store.snapshot, checkpoint),
+        )
+        try:
+            # What is gone stays gone for readers: of all records only those of the newest sessions count.
+            self._writer.set_view(first_rows=_marks(store.snapshot, checkpoint))
+            self._connect(checkpoint, state)
+        except BaseException:
+            self._writer.discard()
+            raise
+
+    def _connect(self, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None) -> None:
+        options = self.options
+        shown = self._cut if self._cut is not None else self._store.snapshot
+        self._reader = Reader(
+            shown,
+            device=options.device,
+            cache_bytes=options.cache_bytes,
+            host_cache_bytes=options.host_cache_bytes,
+            seed=options.seed,
+            writer=self._writer,
+            priorities=options.priorities,
+            as_tensordict=options.as_tensordict,
+            compiled=options.compiled,
+            streams=state["order"]["streams"] if state else (),
+        )
+        self._source = self._reader._source
+        self._retainer = Retainer(self._source, Retention.of(options.capacity))
+        if state is not None:
+            self._restore(state)
+        self._retainer.follow(shown)
+        if options.statistics:
+            self._writer.observe(self._observe)
+        self._sweeper = Sweeper(
+            self._storage, self._writer, grace_s=options.grace_s, pins=self._pins, records=self._records
+        )
+        self._checkpointer = Checkpointer(
+            self._storage,
+            self._world,
+            checkpoint.id if checkpoint is not None else None,
+            self._sweeper.check_pins,
+            self._writer.wait,
+        )
+        self._source.published = self._retain
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        with self._source.lock:
+            self._source.index.arrange(state["order"])
+            self._retainer.load_state_dict(state["retention"])
+            self._reader.load_state_dict(_as_tensors(state["reader"]))
+        counters = state["counters"]
+        self._n_sampled, self._n_redrawn = int(counters["sampled"]), int(counters["redrawn"])
+        self._bytes_per_step = counters["bytes_per_step"]
+        if self._limiter is not None and state["limiter"] is not None:
+            self._limiter.load_state_dict(state["limiter"])
+
+    # ---- appending
+
+    def append(
+        self,
+        step: Step,
+        *,
+        env: int | None = None,
+        envs: Iterable[int] | None = None,
+        terminated: Flags = None,
+        truncated: Flags = None,
+        final: Step | None = None,
+    ) -> Handle | Handles:
+        """Append one step of one environment, or of several at once; see `Writer.append`."""
+        envs = envs if envs is None or hasattr(envs, "__len__") else list(envs)
+        n = 1 if envs is None else len(envs)  # type: ignore[arg-type]
+        with self._inserting(n):
+            return self._writer.append(
+                step, env=env, envs=envs, terminated=terminated, truncated=truncated, final=final
+            )
+
+    def add_episode(
+        self,
+        data: Step,
+        *,
+        terminated: bool = False,
+        truncated: bool = False,
+        env: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> EpisodeKey:
+        """Append a whole episode of T steps; see `Writer.append_episode`."""
+        with self._inserting(_n_rows(data, 1)):
+            return self._writer.append_episode(
+                data, terminated=terminated, truncated=truncated, env=env, metadata=metadata
+            )
+
+    def extend(
+        self,
+        data: Step,
+        *,
+        envs: Iterable[int] | None = None,
+        terminated: Flags = None,
+        truncated: Flags = None,
+        final: Step | None = None,
+    ) -> Handles:
+        """Append a ``[T, B]`` block of T steps of B environments; see `Writer.append_rollout`."""
+        with self._inserting(_n_rows(data, 2)):
+            return self._writer.append_rollout(
+                data, envs=envs, terminated=terminated, truncated=truncated, final=final
+            )
+
+    def end_episode(
+        self,
+        env: int = 0,
+        *,
+        terminated: bool = False,
+        truncated: bool = False,
+        final: Step | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> EpisodeKey:
+        """End the open episode of an environment; see `Writer.end_episode`."""
+        with self._call():
+            return self._writer.end_episode(
+                env, terminated=terminated, truncated=truncated, final=final, metadata=metadata
+            )
+
+    def abort_episode(self, env: int = 0) -> EpisodeKey:
+        """Give up the open episode of an environment; its steps are drawn no more."""
+        with self._call():
+            return self._writer.abort_episode(env)
+
+    def amend(self, values: Step, *, env: int = 0, t: int | None = None) -> None:
+        """Change a step of an open episode that has no place on disk yet; see `Writer.amend`."""
+        with self._call():
+            self._writer.amend(values, env=env, t=t)
+
+    @contextlib.contextmanager
+    def _inserting(self, n: int) -> Iterator[None]:
+        self._check()
+        if self._limiter is not None:
+            self._limiter.await_insert(n)
+        try:
+            yield
+        except BaseException:
+            if self._limiter is not None:
+                self._limiter.cancel_insert(n)
+            raise
+        self._n_unpublished += n
+        if self._n_unpublished >= _PUBLISH_ROWS:
+            self._publish_if_free()
+        if self._waiting:
+            with self._changed:
+                self._changed.notify_all()
+
+    def _publish_if_free(self) -> None:
+        """Take up what was appended, so that limits hold also while nobody samples."""
+        if self._source.lock.acquire(blocking=False):
+            try:
+                self._n_unpublished = 0
+                self._source.publish()
+            finally:
+                self._source.lock.release()
+
+    # ---- sampling
+
+    def sample(
+        self,
+        batch_size: int,
+        windows: Windows | None = None,
+        *,
+        out: Mapping[str, Any] | Ring | None = None,
+        **which: Any,
+    ) -> Any:
+        """Draw a batch of windows: uniformly, or by priority if the buffer has priorities.
+
+        Args:
+            batch_size: How many.
+            windows: Which, and what comes with them; by default what the buffer was made with.
+            out: Memory to write into; see `Reader.sample`.
+            which: ``where``, ``recent_steps``, ``recent_episodes``, ``recent_fraction``, ``prioritised``,
+                ``relabel``: see `Reader.sample`.
+        """
+        self._check()
+        windows = self.options.sample if windows is None else windows
+        self._admit(batch_size)
+        try:
+            return self._drawn(batch_size, windows, out, which)
+        except BaseException:
+            self._n_sampled -= batch_size
+            if self._limiter is not None:
+                self._limiter.cancel_sample(batch_size)
+            raise
+
+    def _admit(self, batch_size: int) -> None:
+        """Count a batch, once it may be drawn."""
+        if self._limiter is not None:
+            self._limiter.await_sample(batch_size)
+        self._n_sampled += batch_size
+
+    def _drawn(self, batch_size: int, windows: Windows, out: Any, which: Mapping[str, Any]) -> Any:
+        for _ in range(_REDRAWS):
+            try:
+                return self._reader.sample(batch_size, windows, out=out, **which)
+            except SnapshotExpiredError:  # another session has evicted it meanwhile
+                self.refresh()
+                self._n_redrawn += 1
+        return self._reader.sample(batch_size, windows, out=out, **which)
+
+    def batches(
+        self, batch_size: int, windows: Windows | None = None, *, prefetch: int = 0, **which: Any
+    ) -> Batches:
+        """An endless iterator over batches, with some prepared in the background; see `Reader.batches`.
+
+        Checkpoints keep where it is. After `resume`, the first iterator that is asked for goes on where the first
+        one was, the second where the second was.
+        """
+        self._check()
+        windows = self.options.sample if windows is None else windows
+        iterator = self._reader.batches(batch_size, windows, prefetch=prefetch, admit=self._admit, **which)
+        if self._saved_iterators:
+            iterator.load_state_dict(_as_tensors(self._saved_iterators.pop(0)))
+        self._iterators = [ref for ref in self._iterators if ref() is not None]
+        self._iterators.append(weakref.ref(iterator))
+        return iterator
+
+    def epoch(self, batch_size: int, windows: Windows | None = None, **options: Any) -> Batches:
+        """An iterator over every window once; see `Reader.epoch`."""
+        self._check()
+        return self._reader.epoch(batch_size, self.options.sample if windows is None else windows, **options)
+
+    def sample_episodes(self, batch_size: int, **options: Any) -> Any:
+        """Whole episodes, padded to the longest; see `Reader.sample_episodes`."""
+        self._check()
+        return self._reader.sample_episodes(batch_size, **options)
+
+    def at(self, index: torch.Tensor, windows: Windows | None = None, **options: Any) -> Any:
+        """The windows that a batch's ``index`` names; see `Reader.at`."""
+        self._check()
+        return self._reader.at(index, self.options.sample if windows is None else windows, **options)
+
+    def update_priorities(self, index: torch.Tensor, priority: torch.Tensor, windows: Windows | None = None) -> int:
+        """Set priorities of steps that a batch's ``index`` names; see `Reader.update_priorities`."""
+        self._check()
+        return self._reader.update_priorities(index, priority, windows)
+
+    def set_priorities(self, **options: Any) -> None:
+        """Change options of the priorities; see `Reader.set_priorities`."""
+        self._check()
+        self._reader.set_priorities(**options)
+        if self.options.priorities is not None:
+            self.options = replace(self.options, priorities=replace(self.options.priorities, **options))
+
+    # ---- readiness
+
+    def is_ready(self, *, min_steps: int = 1, min_episodes: int = 0) -> bool:
+        """Whether so much can be sampled already."""
+        self._check()
+        with self._source.lock:
+            self._source.publish()
+            index = self._source.index
+            return index.n_steps >= min_steps and index.n_episodes >= min_episodes
+
+    def wait_ready(self, *, min_steps: int = 1, min_episodes: int = 0, timeout_s: float | None = None) -> None:
+        """Wait until other threads have appended so much.
+
+        Raises:
+            TimeoutError: They have not.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            self._waiting += 1
+            try:
+                while not self.is_ready(min_steps=min_steps, min_episodes=min_episodes):
+                    left = None if until is None else until - time.monotonic()
+                    if left is not None and left <= 0:
+                        raise self._not_ready(min_steps, min_episodes, timeout_s)
+                    self._changed.wait(_POLL_S if left is None else min(left, _POLL_S))
+            finally:
+                self._waiting -= 1
+
+    async def ready(self, *, min_steps: int = 1, min_episodes: int = 0, timeout_s: float | None = None) -> None:
+        """The same for coroutines: other tasks go on meanwhile."""
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self.is_ready(min_steps=min_steps, min_episodes=min_episodes):
+            left = until - time.monotonic()
+            if left <= 0:
+                raise self._not_ready(min_steps, min_episodes, timeout_s)
+            await asyncio.sleep(min(left, _POLL_S))
+
+    def _not_ready(self, min_steps: int, min_episodes: int, timeout_s: float | None) -> TimeoutError:
+        return TimeoutError(
+            f"waited {timeout_s} s for {min_steps} steps in {min_episodes} episodes; there are {self.n_steps} in"
+            f" {self.n_episodes}"
+        )
+
+    # ---- what there is
+
+    @property
+    def n_steps(self) -> int:
+        """Steps that can be sampled (transitions; final observations do not count)."""
+        self._check()
+        with self._source.lock:
+            self._source.publish()
+            return self._source.index.n_steps
+
+    @property
+    def n_episodes(self) -> int:
+        self._check()
+        with self._source.lock:
+            self._source.publish()
+            return self._source.index.n_episodes
+
+    def __len__(self) -> int:
+        """Number of steps."""
+        return self.n_steps
+
+    def n_windows(self, windows: Windows | None = None) -> int:
+        """How many windows can be drawn."""
+        return self._reader.n_windows(self.options.sample if windows is None else windows)
+
+    @property
+    def schema(self) -> Schema | None:
+        return self._writer.schema or self._store.schema
+
+    @property
+    def streams(self) -> list[str]:
+        """Ids of the streams, by the number that stands in a batch's ``index``."""
+        return self._reader.streams
+
+    @property
+    def stream(self) -> str:
+        """Id of the stream that this session writes."""
+        return self._writer.stream
+
+    @property
+    def store(self) -> Store:
+        """The store, to look at episodes; refresh it to see what was committed."""
+        return self._store
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    @property
+    def reader(self) -> Reader:
+        """What draws and assembles batches, for whatever the buffer has no method for."""
+        return self._reader
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Count, mean, std, min and max of fields over all committed steps, evicted ones included.
+
+        Raises:
+            ValueError: The buffer was made without ``statistics``.
+        """
+        if not self.options.statistics:
+            raise ValueError(
+                "this buffer keeps no statistics; make it with statistics=True, or with names of fields"
+            )
+        return self._statistics.result() if self._statistics is not None else {}
+
+    def stats(self) -> dict[str, Any]:
+        """Figures for loggers: sizes, evictions by cause, what is not durable yet, cache, commits."""
+        self._check()
+        with self._source.lock:
+            self._source.publish()
+            index = self._source.index
+            figures = {
+                "n_steps": index.n_steps,
+                "n_episodes": index.n_episodes,
+                "n_sampled": self._n_sampled,
+                "n_redrawn": self._n_redrawn,
+                "evicted": {cause: dict(counts) for cause, counts in self._retainer.evicted.items()},
+                "abandoned_rows": sum(self.abandoned.values()),
+                "cache": self._source.stats(),
+            }
+        figures["writer"] = self._writer.stats()
+        figures["storage"] = self._sweeper.stats()
+        if self._limiter is not None:
+            figures["samples_per_insert"] = self._limiter.state_dict()
+        return figures
+
+    # ---- durability
+
+    def flush(self) -> None:
+        """Make everything appended durable, and wait for checkpoints that are being written."""
+        self._check()
+        self._writer.commit()
+        self._checkpointer.wait()
+
+    def refresh(self) -> None:
+        """Show what other writers of this session's world have committed meanwhile; costs what is new."""
+        self._check()
+        fresh = self._store.refresh()
+        with self._source.lock:
+            if self._cut is not None:
+                fresh = self._cut.joined(fresh, self._world)
+            self._source.follow(fresh)
+            self._retainer.follow(fresh)
+
+    def save_checkpoint(self, name: str = "checkpoint", *, wait: bool = False, keep_last: int | None = None) -> str:
+        """Name the state of this moment, to resume from. No step data is copied or read.
+
+        The cut is taken at once; it is written in the background and published when all that it needs is durable.
+        If that fails, the next call on the buffer raises why, and the checkpoint before stands.
+
+        Args:
+            name: What to call it; a unique id is added.
+            wait: Return when it is durable.
+            keep_last: Afterwards keep only so many of this lineage, this one included.
+
+        Returns:
+            The checkpoint's id.
+        """
+        self._check()
+        if keep_last is not None and not (isinstance(keep_last, int) and keep_last >= 1):
+            raise ValueError(f"keep_last: expected a positive number or None, got {keep_last!r}")
+        checkpoints.new_checkpoint_id(name)  # refuses names before anything is begun
+        self._checkpointer.wait()
+        with self._source.lock, self._writer.staged(blocking=True):
+            self._source.publish()
+            wanted = first_rows(self._source)
+            record: Future[tuple[CommitRecord | None, Mapping[str, Any]]] = Future()
+            cuts, state = self._cuts(wanted), self._state()
+            ticket = self._writer.cut(lambda found: self._cut_done(record, found))
+            first = wanted.get(self._writer.stream, 0)
+            checkpoint = self._checkpointer.submit(Taken(name, cuts, first, state, record, ticket, keep_last))
+            self._held = {**wanted, self._writer.stream: first}
+        if wait:
+            self._checkpointer.wait()
+        return checkpoint
+
+    def _cut_done(self, result: Future[Any], record: CommitRecord | None) -> None:
+        # On the background thread, in order of commits: statistics are those of this very cut.
+        statistics = self._statistics.state_dict() if self._statistics is not None else None
+        result.set_result((record, {"statistics": statistics}))
+
+    def _cuts(self, wanted: Mapping[str, int]) -> dict[str, Cut]:
+        """What is wanted of every stream but the session's own; of the wholly evicted ones nothing."""
+        records = {record.id: record for record in self._source.snapshot.streams}
+        cuts = {}
+        for stream, cut in self._source.snapshot.cuts().items():
+            first = max(cut.first, wanted.get(stream, cut.stop))
+            if stream != self._writer.stream and first < cut.stop:
+                cuts[stream] = replace(cut, first=first, record=None)
+                if records[stream].is_sealed:  # embedded, so that resuming reads nothing of it
+                    cuts[stream] = replace(cuts[stream], record=cuts[stream].of(records[stream]))
+        return cuts
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "options": to_json(self.options),
+            "order": self._source.index.order(),
+            "reader": self._reader.state_dict(),
+            "retention": self._retainer.state_dict(),
+            "iterators": [
+                _without_priorities(i.state_dict()) for ref in self._iterators if (i := ref()) is not None
+            ]
+            + self._saved_iterators,
+            "limiter": self._limiter.state_dict() if self._limiter is not None else None,
+            "counters": {
+                "sampled": self._n_sampled,
+                "redrawn": self._n_redrawn,
+                "bytes_per_step": self._bytes_per_step,
+            },
+        }
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints of the store, parents before children."""
+        return checkpoints.list_checkpoints(self._storage)
+
+    def prune_checkpoints(self, keep: int) -> list[str]:
+        """Remove the oldest checkpoints of this lineage, so that ``keep`` are left; returns which went."""
+        self._check()
+        if not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep: expected a positive number, got {keep!r}")
+        self._checkpointer.wait()
+        newest = self._checkpointer.newest
+        return prune(self._storage, newest, keep) if newest is not None else []
+
+    def close(self) -> None:
+        """Commit, end open episodes as cut, wait for checkpoints, and release everything.
+
+        If it fails because the storage does, it may be called again; until then nothing that was appended is lost.
+        """
+        if self._is_closed:
+            return
+        self._check_process()
+        if not self._writer.is_closed:
+            self._writer.commit()
+        errors = [e for end in (self._checkpointer.close, self._sweeper.close) if (e := _failure_of(end))]
+        self._writer.close()
+        self._is_closed = True
+        if self._limiter is not None:
+            self._limiter.close()
+        if errors:
+            raise errors[0]
+
+    def _release(self) -> None:
+        """End all threads, whatever becomes of what is not durable."""
+        self._is_closed = True
+        if self._limiter is not None:
+            self._limiter.close()
+        self._checkpointer.cancel()
+        for end in (self._checkpointer.close, self._sweeper.close, self._writer.discard):
+            _failure_of(end)
+        self._writer._release()
+
+    def __enter__(self) -> ReplayBuffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            self._release()
+            if error is None:
+                raise
+            error.add_note(f"trajstore: the buffer could not be closed either: {failure}")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open"
+        return f"<ReplayBuffer {self.url}, stream {self.stream}, {state}>"
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        self._check()
+        yield
+
+    def _check_process(self) -> None:
+        # Before any lock: in a forked child it may be held for ever.
+        if self._pid != os.getpid():
+            raise ClosedError(f"the buffer at {self.url} belongs to process {self._pid}; open one in this process")
+
+    def _check(self) -> None:
+        self._check_process()
+        if self._is_closed:
+            raise ClosedError(f"the buffer at {self.url} is closed")
+        self._checkpointer.raise_pending()
+        self._sweeper.raise_pending()
+        self._writer.raise_pending()
+
+    # ---- called from elsewhere
+
+    def _retain(self) -> None:
+        """Evict what is over a limit; the assembler has just published."""
+        if self._is_closed or not self._retainer.apply(time.time(), self._estimated_bytes()):
+            return
+        self._reader.follow_priorities()
+        n_evicted = self._retainer.n_evicted
+        if n_evicted - self._n_told > self._source.index.n_steps // _SWEEPS:
+            self._n_told = n_evicted
+            self._tell_marks()
+
+    def _tell_marks(self) -> None:
+        """Let storage go that nobody here wants: not before a checkpoint of ours that does has pinned it."""
+        held = self._held if self._checkpointer.is_busy else {}
+        marks = {name: min(row, held.get(name, row)) for name, row in first_rows(self._source).items()}
+        marks = {name: row for name, row in marks.items() if row}
+        self._source.set_marks(marks)
+        self._sweeper.want(marks)
+
+    def _estimated_bytes(self) -> float | None:
+        """What a step takes on storage, by what this session has written; None while nothing is known."""
+        rows = self._writer.committed_rows
+        if rows:
+            self._bytes_per_step = max(1.0, self._writer.n_bytes_put / rows)
+        return self._bytes_per_step
+
+    def _pins(self) -> dict[str, int]:
+        return checkpoints.pins(self._storage)
+
+    def _records(self) -> tuple[CommitRecord, ...]:
+        return Snapshot.load(self._storage, self.schema).streams
+
+    def _observe(self, schema: Schema, rows: Mapping[str, Any]) -> None:
+        if self._statistics is None:
+            self._statistics = _statistics(schema, self.options, None)
+        if self._statistics is not None:
+            self._statistics.update(rows)
+
+
+def _statistics(
+    schema: Schema | None, options: ReplayOptions, state: Mapping[str, Any] | None
+) -> RunningStatistics | None:
+    if schema is None or not options.statistics:
+        return None
+    chosen = None if isinstance(options.statistics, bool) else options.statistics
+    statistics = RunningStatistics(schema, fields=chosen)
+    if state is not None and state["statistics"] is not None:
+        statistics.load_state_dict(state["statistics"])
+    return statistics
+
+
+def _failure_of(call: Callable[[], None]) -> Exception | None:
+    try:
+        call()
+    except Exception as failure:
+        return failure
+    return None
+
+
+def _n_rows(data: Any, n_axes: int) -> int:
+    """Rows of the smallest field, as far as can be told before anything is checked; for counting only."""
+    smallest: int | None = None
+    if not isinstance(data, Mapping):
+        return 0
+    for value in data.values():
+        if isinstance(value, Mapping):
+            n = _n_rows(value, n_axes)
+        else:
+            shape = getattr(value, "shape", None) or (len(value) if hasattr(value, "__len__") else 1,)
+            n = 1
+            for size in shape[:n_axes]:
+                n *= int(size)
+        smallest = n if smallest is None else min(smallest, n)
+    return smallest or 0
+
+
+def _marks(snapshot: Snapshot, checkpoint: Checkpoint | None) -> dict[str, int]:
+    """The first rows that a new session wants of the streams that are there."""
+    marks = record_marks(snapshot.streams)
+    if checkpoint is not None:
+        marks |= {stream: cut.first for stream, cut in checkpoint.streams.items()}
+    return {stream: row for stream, row in marks.items() if row}
+
+
+def _unfinished(snapshot: Snapshot, checkpoint: Checkpoint | None) -> list[str]:
+    """Streams of a checkpoint whose writers are declared dead by whoever resumes it."""
+    if checkpoint is None:
+        return []
+    return [r.id for r in snapshot.streams if r.id in checkpoint.streams and not r.is_sealed]
+
+
+def _abandoned(snapshot: Snapshot, cut: Snapshot | None) -> dict[str, int]:
+    """Rows that were committed after a cut by sessions that are none of ours, by stream."""
+    if cut is None:
+        return {}
+    kept = {record.id: record.rows for record in cut.streams}
+    lost = {record.id: record.rows - kept.get(record.id, 0) for record in snapshot.streams}
+    lost = {stream: n for stream, n in lost.items() if n > 0}
+    if lost:
+        _log.info("%d rows in %d streams were written after the checkpoint", sum(lost.values()), len(lost))
+    return lost
+
+
+def _without_priorities(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an iterator; priorities are those of the buffer, and are kept once."""
+    return state | {"draws": {name: value for name, value in state["draws"].items() if name != "priorities"}}
+
+
+def _as_tensors(tree: Any) -> Any:
+    """A state as it was before it was stored: arrays are tensors."""
+    if isinstance(tree, Mapping):
+        return {name: _as_tensors(value) for name, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [_as_tensors(value) for value in tree]
+    if hasattr(tree, "dtype") and not isinstance(tree, torch.Tensor):
+        return torch.as_tensor(tree)
+    return tree

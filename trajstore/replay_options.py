@@ -1,0 +1,124 @@
+"""Options of a buffer: checked, and as JSON and back, so that a checkpoint can hold them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+from trajstore.errors import DataError
+from trajstore.limiter import SamplesPerInsert
+from trajstore.priorities import Linear, Priorities
+from trajstore.retention import PART, Retention
+from trajstore.windows import Windows
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOptions:
+    """What a buffer was made with; a checkpoint keeps it, so that resuming needs nothing but a URL."""
+
+    capacity: int | Retention | None = None
+    device: str = "cpu"
+    cache_bytes: int | str = "1GiB"
+    host_cache_bytes: int | str | None = None
+    sample: Windows = field(default_factory=Windows)
+    priorities: Priorities | None = None
+    samples_per_insert: SamplesPerInsert | None = None
+    statistics: bool | tuple[str, ...] = False
+    seed: int = 0
+    name: str = "buffer"
+    commit_steps: int | None = None
+    commit_seconds: float | None = 10.0
+    buffer_bytes: int | str = "64MiB"
+    grace_s: float = 10.0
+    rank: int | None = None
+    world_size: int | None = None
+    as_tensordict: bool = False
+    compiled: bool = True
+
+
+def settle_options(base: ReplayOptions, changes: Mapping[str, Any]) -> ReplayOptions:
+    """Options with some changed, checked.
+
+    Raises:
+        TypeError: There is no such option, or it is something else.
+        ValueError: A value makes no sense.
+    """
+    names = {f.name for f in fields(ReplayOptions)}
+    if unknown := changes.keys() - names:
+        raise TypeError(f"unknown options {sorted(unknown)}; there are {', '.join(sorted(names))}")
+    settled = replace(base, **changes)
+    _check_kinds(settled)
+    statistics = settled.statistics if isinstance(settled.statistics, bool) else tuple(settled.statistics)
+    settled = replace(settled, device=str(settled.device), statistics=statistics)
+    _check_capacity(settled)
+    return settled
+
+
+def _check_kinds(options: ReplayOptions) -> None:
+    for name, kinds in (
+        ("sample", (Windows,)),
+        ("priorities", (Priorities, type(None))),
+        ("samples_per_insert", (SamplesPerInsert, type(None))),
+        ("statistics", (bool, list, tuple)),
+    ):
+        if not isinstance(getattr(options, name), kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"{name}: expected {expected}, got {getattr(options, name)!r:.80}")
+    grace_s = options.grace_s
+    if not isinstance(grace_s, (int, float)) or isinstance(grace_s, bool) or not 0 <= grace_s < math.inf:
+        raise ValueError(f"grace_s: expected seconds, at least 0, got {grace_s!r}")
+
+
+def _check_capacity(options: ReplayOptions) -> None:
+    """Refuse a capacity that no window would ever fit."""
+    windows, retention = options.sample, Retention.of(options.capacity)
+    outside = (windows.burn_in + windows.bootstrap) * windows.stride if windows.strict_context else 0
+    needed = 1 + outside + (windows.reach if windows.boundary in ("strict", "cross") else 0)
+    for limits in (retention, retention.per_stream or Retention()):
+        if limits.steps is not None and limits.steps - limits.steps // PART < needed:
+            raise ValueError(f"capacity: expected at least the {needed} steps of a window, got {limits.steps}")
+
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Windows, Priorities, Linear, Retention)}
+
+
+def to_json(value: Any) -> Any:
+    """A value as JSON; functions are named, and have to be given again."""
+    if isinstance(value, SamplesPerInsert):
+        return {"type": "SamplesPerInsert", **value.options}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {"type": type(value).__name__} | {f.name: to_json(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item) for item in value]
+    if callable(value):
+        return {"type": "function", "name": getattr(value, "__qualname__", repr(value))}
+    return value
+
+
+def from_json(data: Mapping[str, Any], given: Mapping[str, Any]) -> ReplayOptions:
+    """Options as they were saved, but for those that are given anew.
+
+    Raises:
+        DataError: One is a function, which can't be stored, and is not given.
+    """
+    names = {f.name for f in fields(ReplayOptions)} & data.keys()
+    return ReplayOptions(**{name: _value(data[name], name) for name in names - given.keys()})
+
+
+def _value(data: Any, where: str) -> Any:
+    if isinstance(data, list):
+        return tuple(_value(item, where) for item in data)
+    if not isinstance(data, Mapping):
+        return data
+    values = {name: _value(value, f"{where}.{name}") for name, value in data.items() if name != "type"}
+    if data.get("type") == "function":
+        raise DataError(
+            f"option '{where}' was the function {data.get('name')!r}, which no checkpoint can hold: give it again"
+        )
+    if data.get("type") == "SamplesPerInsert":
+        return SamplesPerInsert(**values)
+    if data.get("type") not in _KINDS:
+        raise DataError(f"option '{where}': expected one of {', '.join(_KINDS)}, got {data.get('kind')!r}")
+    return _KINDS[data["type"]](**values)
