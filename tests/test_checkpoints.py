@@ -703,6 +703,9 @@ def test_a_store_opened_at_a_checkpoint_shows_exactly_that_for_good(place: Place
         writer.append(step(t), env=0)
     writer.end_episode(terminated=True, metadata={"task": "later"})
     writer.append_episode(steps(5, 3), truncated=True)
+    expected = {k: ("cut" if v[0] == "open" else v[0], *v[1:]) for k, v in before.items()}
+    assert sorted(v[0] for v in expected.values()) == ["cut", "terminated"]
+    assert shown(trajstore.open(place.url, at="then", **place.kwargs)) == expected
     writer.close()
     with store.writer("third") as third:
         third.append_episode(steps(5, 4), truncated=True)
@@ -710,9 +713,7 @@ def test_a_store_opened_at_a_checkpoint_shows_exactly_that_for_good(place: Place
     for at in ("then", checkpoint.id, "latest"):
         then = trajstore.open(place.url, at=at, **place.kwargs)
         assert then.refresh() is then.snapshot
-        expected = {k: ("cut" if v[0] == "open" else v[0], *v[1:]) for k, v in before.items()}
         assert shown(then) == expected
-        assert sorted(v[0] for v in expected.values()) == ["cut", "terminated"]
         assert then.checkpoints == [checkpoint]
         assert len(trajstore.open(place.url, **place.kwargs)) == 4
         if "memory" not in place.url:

@@ -23,9 +23,11 @@ from tests.test_sync import NoSync
 from trajstore import DataError, Field, Schema, SnapshotExpiredError, Store
 from trajstore.assembler import Assembler
 from trajstore.hindsight import GOAL_INDEX, Hindsight, Relabeller
+from trajstore.outputs import flat_outputs
 from trajstore.plan import WHOLE
 from trajstore.reader import Reader
 from trajstore.rng import Counter
+from trajstore.schema import nest
 from trajstore.starts import Draw
 from trajstore.windows import Windows
 
@@ -799,11 +801,15 @@ def test_functions_may_give_every_other_number_of_something(sampler: Sampler) ->
     assert all(torch.equal(expected[key], value) for key, value in got.items())
 
 
-def test_functions_see_no_gradients(sampler: Sampler) -> None:
-    weight = torch.ones(2, requires_grad=True)
-    options = replace(PLAIN, reward=lambda achieved, goal: ((achieved - goal) * weight).sum(-1))
-    got = sampler.batch(sampler.draw(4, Windows()), Windows(), options)
-    assert not got["reward"].requires_grad
+def test_functions_make_no_graph(sampler: Sampler) -> None:
+    seen = []
+
+    def reward(achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.is_grad_enabled())
+        return reward_of(achieved, goal)
+
+    sampler.batch(sampler.draw(4, Windows()), Windows(), replace(PLAIN, reward=reward))
+    assert seen == [False]
 
 
 # ---- no synchronisation ----------------------------------------------------------------------------------------
@@ -856,3 +862,111 @@ def test_batches_can_be_made_on_a_device_that_has_no_values(
     here = Sampler(store.snapshot)
     expected = here.batch(here.draw(32, spec), spec, options)
     assert {k: (v.shape, v.dtype) for k, v in got.items()} == {k: (v.shape, v.dtype) for k, v in expected.items()}
+
+
+# ---- through a reader ------------------------------------------------------------------------------------------
+
+SOME = replace(PLAIN, fraction=0.6, terminated=is_reached)
+
+
+def alike(one: Any, other: Any) -> bool:
+    first, second = flat_outputs(one), flat_outputs(other)
+    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_a_reader_gives_windows_other_goals(mixed: tuple[Store, dict[Key, Episode]]) -> None:
+    reader, source = Reader(mixed[0], seed=4), Sampler(mixed[0].snapshot)
+    for options in (PLAIN, SOME, SOME):
+        state = reader.state_dict()
+        batch = reader.sample(32, RICH, relabel=options)
+        rng = Counter()
+        rng.load_state_dict(state)
+        kind = source.source.kind(RICH)
+        draw = kind.starts.draw(32, rng)
+        expected = source.source.carry_out(kind, Relabeller(source.source, options, rng).plan(kind, draw), {})
+        assert alike(batch, nest(expected))
+        assert reader.state_dict()["counter"] == rng.counter
+    spec = Windows(length=2)
+    index = reader.sample(32, spec)["index"]
+    got = reader.at(index, spec, relabel=PLAIN)
+    assert torch.equal(got["index"], index)
+    assert got["hindsight"]["relabelled"].any()
+
+
+def test_weights_of_priorities_stay(mixed: tuple[Store, dict[Key, Episode]]) -> None:
+    spec, priorities = Windows.transitions(n_step=2), trajstore.Priorities()
+    plain, new = (Reader(mixed[0], seed=4, priorities=priorities) for _ in range(2))
+    before, got = plain.sample(32, spec), new.sample(32, spec, relabel=PLAIN)
+    assert alike(before["priority"], got["priority"])
+    assert torch.equal(before["index"], got["index"])
+    assert got["hindsight"]["relabelled"].any()
+
+
+def test_neither_prefetch_nor_rings_change_the_goals(mixed: tuple[Store, dict[Key, Episode]]) -> None:
+    found = []
+    for prefetch, ring in ((0, None), (3, None), (2, trajstore.Ring(12))):
+        reader = Reader(mixed[0], seed=5, cache_bytes=4000)
+        with reader.batches(8, RICH, prefetch=prefetch, relabel=SOME, out=ring) as batches:
+            found.append([next(batches) for _ in range(6)])
+    for other in found[1:]:
+        assert all(alike(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("depths", [(0, 0), (3, 0), (0, 2), (3, 2)])
+def test_iterators_are_resumed_with_the_goals_that_were_drawn(
+    mixed: tuple[Store, dict[Key, Episode]], depths: tuple[int, int]
+) -> None:
+    options = replace(SOME, strategy="random")
+    with Reader(mixed[0], seed=5).batches(8, RICH, prefetch=depths[0], relabel=options) as batches:
+        next(batches)
+        state = batches.state_dict()
+        expected = [next(batches) for _ in range(6)]
+    with Reader(mixed[0], seed=99).batches(8, RICH, prefetch=depths[1], relabel=options) as again:
+        next(again)
+        again.load_state_dict(state)
+        assert all(alike(one, next(again)) for one in expected)
+
+
+def test_batches_that_wait_while_rows_move_keep_their_goals() -> None:
+    layout, writer, reader = live_reader()
+    episode, spec = Episode(0, 64, "open", False), Windows(fields=("obs", "goal"))
+    with reader.batches(64, spec, prefetch=2, relabel=replace(PLAIN, strategy="episode")) as batches:
+        next(batches)
+        for t in range(12, 40):
+            writer.append(layout.step(episode, t), env=0)
+        writer.commit()
+        for _ in range(5):
+            got = next(batches)
+            _, number, t = got["hindsight"]["goal_index"].unbind(1)
+            expected = torch.stack([number % 3, t // 2], 1).float()
+            assert torch.equal(got["goal"]["desired"][:, 0], expected)
+    writer.close()
+
+
+def test_tensordicts_hold_what_hindsight_says(mixed: tuple[Store, dict[Key, Episode]]) -> None:
+    pytest.importorskip("tensordict")
+    batch = Reader(mixed[0], as_tensordict=True).sample(8, Windows.transitions(), relabel=PLAIN)
+    assert batch["hindsight", "relabelled"].shape == (8,)
+    assert batch["hindsight", "goal_index"].shape == (8, 3)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_goals_that_were_evicted_before_their_turn_are_drawn_anew(prefetch: int) -> None:
+    episodes = tuple(Episode(i, 9, "truncated", True) for i in range(4))
+    store, _ = Layout(episodes, 4, 0, 0, "action", True).write()
+    reader, first = Reader(store, seed=1), store.snapshot.streams[0].id
+
+    def others(table: Any) -> Any:  # no window is evicted, only goals are
+        return table["stream"] != first
+
+    options = replace(PLAIN, strategy="random")
+    with reader.batches(32, Windows(), prefetch=prefetch, where=others, relabel=options) as batches:
+        next(batches)
+        with reader._source.lock:
+            reader._source.follow(Evicted(store.snapshot, {first: 15}))
+        for _ in range(4):
+            got = next(batches)
+            stream, episode, t = got["hindsight"]["goal_index"].unbind(1)
+            assert got["hindsight"]["relabelled"].all()
+            assert ((stream == 1) | ((episode == 1) & (t >= 5))).all()
+            assert torch.equal(got["goal"]["desired"][:, 0, 1], (t // 2).float())

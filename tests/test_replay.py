@@ -32,4 +32,5 @@ def crash(buffer: ReplayBuffer) -> None:
     with contextlib.suppress(Exception):
         buffer._sweeper.close()
     buffer._writer._release()
+    buffer._checkpointer.cancel()
     buffer._checkpointer._threads.shutdown(wait=True)

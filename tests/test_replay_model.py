@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import os
 import shutil
 import tempfile
@@ -15,7 +16,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -24,7 +25,8 @@ from tests.test_live import check_masses
 from tests.test_reader import Episode as Facts
 from tests.test_reader import legal_starts
 from tests.test_replay import SCHEMA, crash, new_buffer, resumed
-from trajstore import DataError, NotReadyError, Priorities, ReplayBuffer, Retention, Windows
+from trajstore import DataError, NotReadyError, Priorities, ReplayBuffer, Retention, SamplesPerInsert, Windows
+from trajstore.priorities import Linear
 from trajstore.schema import Array
 
 ENVS = 4
@@ -355,6 +357,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.capacity, self.spec, self.options = (options[n] for n in ("capacity", "sample", "priorities"))
         self.n_sessions = self.serial = 0
         self.saved: dict[str, Model] = {}  # by checkpoint
+        self.durable: set[str] = set()  # of these
         self.written: dict[Key, list[int]] = {}
         self.model = Model(self.capacity)
         self.buffer = new_buffer(self.url, **options)
@@ -558,31 +561,44 @@ class BufferMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.buffer.flush()
+        self.durable = set(self.saved)
 
     @precondition(lambda self: len(self.saved) < MAX_CHECKPOINTS)
     @rule(wait=st.booleans())
     def save_checkpoint(self, wait: bool) -> None:
         self.model.publish()
         checkpoint = self.buffer.save_checkpoint("some", wait=wait)
+        self.durable = set(self.saved)  # a checkpoint waits for the one before
         self.saved[checkpoint] = copy.deepcopy(self.model)
+        if wait:
+            self.durable.add(checkpoint)
 
     @precondition(lambda self: self.saved)
     @rule(keep=st.integers(1, 2))
     def prune(self, keep: int) -> None:
         for gone in self.buffer.prune_checkpoints(keep):
             del self.saved[gone]
+        self.durable = set(self.saved)
         assert {c.id for c in self.buffer.checkpoints} == set(self.saved)
 
     def leave(self, is_closed: bool) -> None:
         if is_closed:
             self.buffer.close()
         crash(self.buffer)
+        there = {c.id for c in trajstore.open(self.url).checkpoints}
+        lost = self.saved.keys() - there
+        assert not lost & self.durable
+        assert not (lost and is_closed)
+        self.saved = {checkpoint: model for checkpoint, model in self.saved.items() if checkpoint in there}
 
     @precondition(lambda self: self.saved)
-    @rule(data=st.data(), is_closed=st.booleans())
-    def resume(self, data: st.DataObject, is_closed: bool) -> None:
+    @rule(which=st.integers(0, MAX_CHECKPOINTS - 1), is_closed=st.booleans())
+    def resume(self, which: int, is_closed: bool) -> None:
         self.leave(is_closed)
-        checkpoint = data.draw(st.sampled_from(sorted(self.saved)), label="checkpoint")
+        if not self.saved:
+            self.open_anew()
+            return
+        checkpoint = list(self.saved)[which % len(self.saved)]
         self.buffer = resumed(self.url, checkpoint)
         self.model = self.saved[checkpoint].resumed()
         self.start_session()
@@ -591,6 +607,9 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(is_closed=st.booleans())
     def open_again(self, is_closed: bool) -> None:
         self.leave(is_closed)
+        self.open_anew()
+
+    def open_anew(self) -> None:
         snapshot = trajstore.open(self.url).snapshot
         self.model = self.stored(snapshot)
         self.buffer = new_buffer(self.url, **self.made_with)
@@ -644,3 +663,198 @@ def _case(machine: type[BufferMachine], max_examples: int) -> Any:
 
 TestBufferInMemory = _case(BufferMachine, 40)
 TestBufferInDirectory = _case(LocalBufferMachine, 10)
+
+
+# ---- interrupted runs go on bit by bit ------------------------------------------------------------------
+
+
+class Trainer:
+    """Appends and samples by a script; what every batch holds is logged."""
+
+    def __init__(self, buffer: ReplayBuffer, prefetch: int) -> None:
+        self.buffer, self._prefetch = buffer, prefetch
+        self.log: list[str] = []
+        self._serial, self._t = 0, [0] * ENVS
+        self._last: dict[str, Any] | None = None
+        self._iterator: Any = None
+
+    def go_on(self, buffer: ReplayBuffer) -> None:
+        """After a crash, with another buffer."""
+        self.buffer, self._last = buffer, None
+        if self._iterator is not None:
+            self._iterator = buffer.batches(8, prefetch=self._prefetch)
+
+    def do(self, action: str, *arguments: Any) -> None:
+        getattr(self, action)(*arguments)
+
+    def _steps(self, shape: tuple[int, ...]) -> dict[str, Any]:
+        n = int(np.prod(shape))
+        serial = np.arange(self._serial, self._serial + n).reshape(shape)
+        self._serial += n
+        obs = np.stack([serial % 101, serial % 7, serial], -1).astype(np.float32)
+        return {"obs": obs, "action": serial, "reward": (serial * 7 % 11).astype(np.float32) / 8}
+
+    def step(self, env: int, end: str, final: bool) -> None:
+        last = {"obs": self._steps(())["obs"]} if end and final else None
+        self.buffer.append(self._steps(()), env=env, final=last, **({end: True} if end else {}))
+        self._t[env] = 0 if end else self._t[env] + 1
+
+    def rollout(self, n: int, ends: Array, final: bool) -> None:
+        last = {"obs": self._steps((n, ENVS))["obs"]} if final else None
+        self.buffer.extend(self._steps((n, ENVS)), terminated=ends, final=last)
+        for row in ends:
+            self._t = [0 if end else t + 1 for t, end in zip(self._t, row, strict=True)]
+
+    def episode(self, n: int) -> None:
+        self.buffer.add_episode(self._steps((n,)), env=ENVS, truncated=True)
+
+    def abort(self, env: int) -> None:
+        if self._t[env]:
+            self.buffer.abort_episode(env)
+            self._t[env] = 0
+
+    def end_all(self) -> None:
+        for env in range(ENVS):
+            if self._t[env]:
+                self.buffer.end_episode(env, truncated=True)
+                self._t[env] = 0
+
+    def sample(self, n: int) -> None:
+        try:
+            self._note(self.buffer.sample(n))
+        except DataError as error:
+            self.log.append(type(error).__name__)
+
+    def iterate(self) -> None:
+        if self._iterator is None:
+            self._iterator = self.buffer.batches(8, prefetch=self._prefetch)
+        try:
+            self._note(next(self._iterator))
+        except DataError as error:
+            self.log.append(type(error).__name__)
+
+    def _note(self, batch: dict[str, Any]) -> None:
+        self._last = batch
+        self.log.append(digest(batch))
+
+    def update(self) -> None:
+        """Priorities that follow from what the last batch holds."""
+        if self._last is not None and self.buffer.options.priorities is not None:
+            serial = self._last["action"].reshape(len(self._last["index"]), -1)[:, 0]
+            values = (serial % 13).double() / 4 + (serial % 3 == 0)
+            self.log.append(str(self.buffer.update_priorities(self._last["index"], values)))
+
+
+def digest(batch: dict[str, Any]) -> str:
+    """A hash of everything but the names of streams and episodes, which are others after a resume."""
+    found = hashlib.sha256()
+    for name, value in sorted(batch.items()):
+        if isinstance(value, dict):
+            found.update(digest(value).encode())
+        elif name != "index":
+            found.update(name.encode() + value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def scripts(seed: int, n: int) -> list[tuple[Any, ...]]:
+    """Some hundred calls, a checkpoint among them now and then."""
+    rng = np.random.default_rng(seed)
+    kinds = ["step"] * 8 + ["sample"] * 4 + ["iterate"] * 3 + ["update"] * 3
+    kinds += ["rollout", "episode", "abort", "checkpoint"]
+    arguments = {
+        "step": lambda: (int(rng.integers(ENVS)), str(rng.choice(["", "", "", "terminated"])), rng.random() < 0.5),
+        "rollout": lambda: (5, rng.random((5, ENVS)) < 0.1, rng.random() < 0.5),
+        "episode": lambda: (int(rng.integers(1, 40)),),
+        "abort": lambda: (int(rng.integers(ENVS)),),
+        "sample": lambda: (int(rng.integers(1, 16)),),
+    }
+    chosen = [str(rng.choice(kinds)) for _ in range(n)]
+    return [(kind, *arguments.get(kind, tuple)()) for kind in chosen]
+
+
+def spoil(buffer: ReplayBuffer, rng: Any) -> None:
+    """What a session does after its last checkpoint, and nobody may ever see."""
+    n = int(rng.integers(0, 60))
+    junk = {"obs": np.full((n + 1, 3), -1, np.float32), "action": np.full(n + 1, -1)}
+    buffer.add_episode(junk | {"reward": np.full(n + 1, -1, np.float32)}, terminated=True)
+    if rng.random() < 0.5:
+        buffer.sample(4, Windows())
+    if rng.random() < 0.5:
+        buffer.flush()
+
+
+def run(
+    script: list[tuple[Any, ...]], prefetch: int, rng: Any, is_interrupted: bool, **options: Any
+) -> tuple[Trainer, str]:
+    url = f"memory://twin-{uuid.uuid4().hex}"
+    trainer = Trainer(new_buffer(url, **options), prefetch)
+    for action, *arguments in script:
+        if action != "checkpoint":
+            trainer.do(action, *arguments)
+            continue
+        trainer.end_all()
+        checkpoint = trainer.buffer.save_checkpoint("twin", wait=bool(rng.random() < 0.5))
+        if is_interrupted and rng.random() < 0.6:
+            trainer.buffer.flush()
+            spoil(trainer.buffer, rng)
+            crash(trainer.buffer)
+            trainer.go_on(resumed(url, checkpoint))
+    return trainer, url
+
+
+PRIORITIES = (
+    None,
+    Priorities(alpha=0.7, beta=Linear(0.4, 1.0, 20)),
+    Priorities(alpha=1.0, kind="rank", rank_every=5),
+    Priorities(alpha=0.6, over="max", normalize="buffer"),
+    Priorities(alpha=0.6, over="mean", uniform=0.3),
+    Priorities(alpha=0.6, over=0.4, stratified=True, initial=0.5),
+)
+KINDS = (
+    Windows(),
+    Windows(length=3, boundary="pad_right"),
+    Windows(length=2, boundary="cross"),
+    Windows.transitions(n_step=(1, 3)),
+    Windows(length=2, burn_in=2, strict_context=True),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 1 << 30),
+    capacity=st.sampled_from([None, 16, 60, 160, 400, Retention(episodes=5)]),
+    kind=st.sampled_from(KINDS),
+    priorities=st.sampled_from(PRIORITIES),
+    prefetch=st.sampled_from([0, 2]),
+    compiled=st.booleans(),
+    seconds=st.sampled_from([None, 0.002]),
+)
+def test_an_interrupted_run_goes_on_bit_by_bit(
+    seed: int, capacity: Any, kind: Windows, priorities: Any, prefetch: int, compiled: bool, seconds: float | None
+) -> None:
+    script, rng = scripts(seed, 150), np.random.default_rng(seed)
+    options = {"capacity": capacity, "sample": kind, "priorities": priorities, "seed": seed, "statistics": True}
+    limiter = [SamplesPerInsert(2.0, slack=1e6) for _ in range(2)]
+    whole, _ = run(script, prefetch, rng, False, samples_per_insert=limiter[0], buffer_bytes="1MB", **options)
+    parts, _ = run(
+        *(script, prefetch, rng, True),
+        **options | {"samples_per_insert": limiter[1], "compiled": compiled, "commit_seconds": seconds},
+    )
+    assert parts.log == whole.log
+    assert parts.buffer.n_steps == whole.buffer.n_steps
+    figures = [trainer.buffer.stats() for trainer in (parts, whole)]
+    for name in ("n_sampled", "evicted", "samples_per_insert"):
+        assert figures[0][name] == figures[1][name]
+    for trainer in (parts, whole):
+        trainer.buffer.close()
+    assert_same_statistics(parts.buffer, whole.buffer)
+
+
+def assert_same_statistics(a: ReplayBuffer, b: ReplayBuffer) -> None:
+    """Sums of floats depend on how they are grouped, so all but the counts may differ in their last bits."""
+    found, expected = a.statistics(), b.statistics()
+    assert found.keys() == expected.keys()
+    for path in expected:
+        assert np.array_equal(found[path]["count"], expected[path]["count"])
+        for name in ("mean", "std", "min", "max"):
+            np.testing.assert_allclose(found[path][name], expected[path][name], rtol=1e-9, atol=1e-9)

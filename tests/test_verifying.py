@@ -356,16 +356,25 @@ def test_an_object_that_cannot_be_read_is_a_problem(made: Made) -> None:
     assert problem.what.startswith("can't be read")
 
 
-def test_a_storage_that_stops_answering_is_an_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every object that is left would be reported."""
+def test_a_storage_that_stops_answering_is_an_error_at_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LocalStorage.get_into
+    asked: list[str] = []
 
     def fail(self: LocalStorage, key: str, *more: Any) -> Any:
-        monkeypatch.setattr(LocalStorage, "list_names", fail)
         raise StorageError("the disk is gone")
 
-    monkeypatch.setattr(LocalStorage, "get_into", fail)
+    def get_into(self: LocalStorage, key: str, buffer: bytearray) -> memoryview:
+        if "/steps/f/" not in key:
+            return original(self, key, buffer)
+        asked.append(key)
+        monkeypatch.setattr(LocalStorage, "list_names", fail)
+        raise StorageError("can't read the object")
+
+    monkeypatch.setattr("trajstore.verifying._WAVE_CHUNKS", 1)
+    monkeypatch.setattr(LocalStorage, "get_into", get_into)
     with pytest.raises(StorageError, match="the disk is gone"):
         made.verify()
+    assert len(asked) == 1  # each further one would be tried for long
 
 
 def edit_node(path: Path, **changes: Any) -> None:

@@ -9,8 +9,10 @@ starts | outputs           which windows there are | what batches are written in
 chains | pager | windows   episodes by environment | fills the cache | what a window is
 cache | index | rng        decoded chunks on the device | the episodes as tensors | random numbers
 kernels                    compiled loops for the CPU
+copying                    a store at another URL
 store                      create, open
-snapshot                   an unchanging view of some commits
+checkpoints                named cuts across streams
+snapshot | state           an unchanging view of some commits | what a session needs to go on
 writer                     append, commit
 intake | pipeline | lanes  checks what comes in | staged to durable | open episodes by environment
 staging | committer        steps not yet placed | the background thread
@@ -23,6 +25,8 @@ schema, errors, sizes
 
 from typing import TYPE_CHECKING, Any
 
+from trajstore.checkpoints import Checkpoint
+from trajstore.copying import copy
 from trajstore.episodes import EpisodeKey, EpisodeTable, Handle, Handles
 from trajstore.errors import (
     AmbiguousCheckpointError,
@@ -65,6 +69,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AmbiguousCheckpointError",
     "BatchDataset",
+    "Checkpoint",
     "CheckpointNotFoundError",
     "ClosedError",
     "ConflictError",
@@ -102,6 +107,7 @@ __all__ = [
     "Windows",
     "Writer",
     "WriterOptions",
+    "copy",
     "create",
     "open",
 ]

@@ -15,12 +15,14 @@ import torch
 from trajstore.assembler import Assembler, Kind
 from trajstore.draws import Draws, RandomDraws, StagedDraws
 from trajstore.errors import ClosedError
+from trajstore.hindsight import GOAL_INDEX
 from trajstore.outputs import Ring, to_batch
 from trajstore.plan import Plan
 from trajstore.prioritised import PrioritisedDraws
 from trajstore.schema import Array
 from trajstore.starts import Draw
 
+_NO_STREAM = 1 << 30
 _PIECE = 64  # windows whose chunks are loaded at a time when a segment enters
 
 
@@ -52,6 +54,7 @@ class _Queued:
     windows: torch.Tensor  # [B, 3]: stream number, episode, t of the start, also where it lies outside
     low: torch.Tensor  # [B]: the first t that was there of each window's episode
     extras: tuple[torch.Tensor | None, ...]  # n, probability and weight, where they are drawn
+    goals: torch.Tensor | None  # [B, 3]: where goals in hindsight come from; -1 where there is none
     n_removed: int  # of the source, when they were drawn
     work: Future[_Ready] | _Planned | None  # without prefetch it is read when it is asked for; None: not planned
 
@@ -64,7 +67,8 @@ class Batches(Iterator[Any]):
     exception of that thread is raised in place of its batch, and the batches after it go on.
 
     Of batches drawn at random, windows that were evicted before it was their turn are drawn anew when it is.
-    ``admit`` is called with the size of every batch before it is given out.
+    ``admit`` is called with the size of every batch before it is given out; ``plan`` makes a plan of drawn windows,
+    with goals in hindsight that were drawn before where these are given.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class Batches(Iterator[Any]):
         ring: Ring | None = None,
         as_tensordict: bool,
         admit: Callable[[int], None] | None = None,
+        plan: Callable[[Kind, Draw, torch.Tensor | None], Plan] | None = None,
     ) -> None:
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise ValueError(f"prefetch: expected 0 or a positive integer, got {prefetch!r}")
@@ -87,6 +92,7 @@ class Batches(Iterator[Any]):
         self._ring = ring
         self._as_tensordict = as_tensordict
         self._admit = admit
+        self._plan = plan if plan is not None else lambda kind, draw, goals: kind.plan(draw)
         self._queue: deque[_Queued] = deque()
         self._is_over = self._is_closed = False
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-prefetch") if prefetch else None
@@ -127,7 +133,7 @@ class Batches(Iterator[Any]):
         with self._source.lock:
             kind, handles = queued.kind, queued.windows.cpu().numpy()
             gone = self._gone(kind, handles, queued.low.cpu().numpy())
-            if queued.work is not None and not gone.any():
+            if queued.work is not None and not gone.any() and not self._are_goals_gone(queued):
                 return queued.work
             n, probability, weight = queued.extras
             draw = Draw(*(torch.zeros(len(gone), dtype=torch.int64, device=self._source.device) for _ in range(2)))
@@ -141,6 +147,14 @@ class Batches(Iterator[Any]):
             if isinstance(queued.work, Future):
                 queued.work.cancel()
             return self._planned(kind, draw)
+
+    def _are_goals_gone(self, queued: _Queued) -> bool:
+        if queued.goals is None:
+            return False
+        goals = queued.goals.cpu().numpy()
+        goals = goals[goals[:, 0] >= 0]
+        entry = self._source.index.find(goals[:, 0], goals[:, 1])
+        return bool(((entry < 0) | (self._source.index.t_base.host[entry] > goals[:, 2])).any())
 
     def _gone(self, kind: Kind, handles: Array, low: Array) -> Array:
         """Which windows touch steps that are there no more."""
@@ -168,10 +182,11 @@ class Batches(Iterator[Any]):
         extras = draw.n, draw.probability, draw.weight
         low = self._source.index.t_base.device[draw.entry]
         n_removed = self._source.n_removed
-        self._queue.append(_Queued(kind, planned.windows, low, extras, n_removed, self._submit(planned)))
+        goals = planned.plan.known.get(GOAL_INDEX)
+        self._queue.append(_Queued(kind, planned.windows, low, extras, goals, n_removed, self._submit(planned)))
 
-    def _planned(self, kind: Kind, draw: Draw) -> _Planned:
-        plan = kind.plan(draw)
+    def _planned(self, kind: Kind, draw: Draw, goals: torch.Tensor | None = None) -> _Planned:
+        plan = self._plan(kind, draw, goals)
         windows = plan.known["index"].clone()
         windows[:, 2] = self._source.index.t_base.device[draw.entry] + draw.start
         return _Planned(kind, plan, windows, draw, self._source.live_epoch, self._source.index.version)
@@ -186,7 +201,8 @@ class Batches(Iterator[Any]):
         with self._source.lock, _side_stream(self._source.device, before) as side:
             if planned.live_epoch != self._source.live_epoch:  # steps have moved from live rows into the stream
                 draw = self._source.draw_at(kind, planned.windows.cpu().numpy(), planned.draw.n, is_strict=False)
-                plan = kind.plan(replace(planned.draw, entry=draw.entry, start=draw.start))
+                draw = replace(planned.draw, entry=draw.entry, start=draw.start)
+                plan = self._plan(kind, draw, planned.plan.known.get(GOAL_INDEX))
             elif planned.version != self._source.index.version:
                 self._source.check_plan(plan)
             outs = self._ring.take((kind.windows, len(plan.known["index"]))) if self._ring is not None else {}
@@ -212,7 +228,7 @@ class Batches(Iterator[Any]):
                 "draws": self._draws.state_dict(),
                 "streams": list(self._source.index.numbers),
                 "queued": [
-                    (q.windows.cpu(), q.low.cpu(), *(_on_host(extra) for extra in q.extras)) for q in self._queue
+                    (q.windows.cpu(), q.low.cpu(), *map(_on_host, (*q.extras, q.goals))) for q in self._queue
                 ],
                 "is_over": self._is_over,
             }
@@ -231,29 +247,31 @@ class Batches(Iterator[Any]):
                 needed = len(state["queued"]) + 2
                 raise ValueError(f"out: expected a ring of at least {needed} (queued + 2), got {len(self._ring)}")
             plans = []
-            for windows, low, *extras in state["queued"]:
-                windows = torch.stack([stream[windows[:, 0]], windows[:, 1], windows[:, 2]], 1)
-                on_device = (None if e is None else e.to(self._source.device) for e in extras)
-                queued = _Queued(kind, windows, low.to(self._source.device), tuple(on_device), -1, None)
+            for windows, low, *extras, goals in state["queued"]:
+                on_device = tuple(None if e is None else e.to(self._source.device) for e in extras)
+                low, goals = low.to(self._source.device), None if goals is None else _renumbered(goals, stream)
+                queued = _Queued(kind, _renumbered(windows, stream), low, on_device, goals, -1, None)
                 plans.append(queued if self._can_redraw else self._planned_again(queued))
             self._draws.load_state_dict(state["draws"])
             self._is_over = bool(state["is_over"])
             self._drop_queue()
             for queued in plans:
-                is_here = (
-                    queued.work is None
-                    and not self._gone(kind, queued.windows.numpy(), queued.low.cpu().numpy()).any()
-                )
-                if is_here:
+                if queued.work is None and not self._is_gone(queued):
                     queued = self._planned_again(queued)
                 if isinstance(queued.work, _Planned):
                     queued.work = self._submit(queued.work)
                 self._queue.append(queued)
 
+    def _is_gone(self, queued: _Queued) -> bool:
+        gone = self._gone(queued.kind, queued.windows.cpu().numpy(), queued.low.cpu().numpy())
+        return bool(gone.any()) or self._are_goals_gone(queued)
+
     def _planned_again(self, queued: _Queued) -> _Queued:
         n, probability, weight = queued.extras
         draw = self._source.draw_at(queued.kind, queued.windows.numpy(), n, is_strict=False)
-        planned = self._planned(queued.kind, replace(draw, probability=probability, weight=weight))
+        draw = replace(draw, probability=probability, weight=weight)
+        goals = None if queued.goals is None else queued.goals.to(self._source.device)
+        planned = self._planned(queued.kind, draw, goals)
         return replace(queued, work=planned, n_removed=self._source.n_removed)
 
     def _drop_queue(self) -> None:
@@ -316,6 +334,13 @@ class _Loader:
     def close(self) -> None:
         self._segment = -1
         self._threads.shutdown(wait=True)
+
+
+def _renumbered(handles: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+    """Handles with other stream numbers: one that no stream has where it is not here; those of nothing stay so."""
+    known = torch.where(stream >= 0, stream, _NO_STREAM)
+    numbers = torch.where(handles[:, 0] >= 0, known[handles[:, 0].clamp(min=0)], -1)
+    return torch.stack([numbers, handles[:, 1], handles[:, 2]], 1)
 
 
 def _with(draw: Draw, where: Array, other: Draw) -> Draw:

@@ -166,17 +166,19 @@ class _Copying:
         """Find out how much there is to copy, if anybody wants to know."""
         if self._progress is None or self._total_bytes:
             return
-        for record in records.values():
-            sizes = self._sizes(record)
-            # Where one is missing the copy will end, however many the record claims there are.
-            there = itertools.takewhile(lambda o: o.key in sizes, _objects(record, first[record.id], None))
-            self._total_bytes += sum(sizes[o.key] for o in there)
+        self._total_bytes += sum(self._stream_bytes(record, first[record.id]) for record in records.values())
         for checkpoint in checkpoints:
             sizes = self._source.tree_sizes(f"checkpoints/{checkpoint.id}")
             self._total_bytes += sum(
                 n for key, n in sizes.items() if key != f"checkpoints/{checkpoint.id}/zarr.json"
             )
         self._progress(0, self._total_bytes)
+
+    def _stream_bytes(self, record: CommitRecord, first: int) -> int:
+        sizes = self._sizes(record)
+        # Where one is missing the copy will end, however many the record claims there are.
+        there = itertools.takewhile(lambda o: o.key in sizes, _objects(record, first, None))
+        return sum(sizes[o.key] for o in there)
 
     def _sizes(self, record: CommitRecord) -> dict[str, int]:
         return {} if self._progress is None else self._source.tree_sizes(f"streams/{record.id}")

@@ -24,7 +24,7 @@ _COLUMNS = (
     *("episode", "env", "n_rows", "end", "has_final", "ended_at", "committed", "live", "next", "room"),
     "floor",  # steps below were evicted
 )
-_N_ROWS, _LIVE, _NEXT, _ROOM = (_COLUMNS.index(name) for name in ("n_rows", "live", "next", "room"))
+_N_ROWS, _LIVE, _NEXT, _ROOM, _FLOOR = map(_COLUMNS.index, ("n_rows", "live", "next", "room", "floor"))
 
 
 @dataclass(slots=True)
@@ -239,6 +239,7 @@ class LiveEpisodes:
         taken.append(Taken(rows, values[_NEXT : _NEXT + 1].copy()))
         if self.keeps_arrivals:
             self._arrivals.append(staging.episode[live].copy())
+        self._is_changed = self._is_changed or bool(values[_FLOOR] >= values[_N_ROWS])  # it is shown again
         values[[_N_ROWS, _LIVE, _NEXT]] += 1
         values[_ROOM] -= 1
         self._is_longer = True
@@ -269,11 +270,12 @@ class LiveEpisodes:
             self._episodes["live"][slot] = self._episodes["n_rows"][slot] + count
         elif len(order):
             self._episodes["room"][slot] = 0  # these rows are in the stream; what follows begins another page
+        is_back = (self._episodes["floor"][slot] >= self._episodes["n_rows"][slot]).any()  # evicted whole before
         self._episodes["n_rows"][slot] += count
         if self.keeps_arrivals:
             self._arrivals.append(block.episode)
         self._end(block.ends)
-        if values is None or n or n_pages.any() or len(block.ends):
+        if values is None or n or is_back or n_pages.any() or len(block.ends):
             self._is_changed = True
         else:
             self._is_longer = True

@@ -27,7 +27,7 @@ WHOLE = (  # what a window has once, not at every step
     *("index", "priority/weight", "priority/probability"),
     *("hindsight/relabelled", "hindsight/goal_index"),
 )
-_RESERVED = {*MASKS, "index", "next", "n_step", "priority", "hindsight"}
+RESERVED = {*MASKS, "index", "next", "n_step", "priority", "hindsight"}
 _BFLOAT16_MAX = 3.3895313892515355e38
 _NOTHING = torch.empty(0)
 _NEVER = -(1 << 62)  # a position that no step has
@@ -97,7 +97,7 @@ class Planner:
     def _check(self) -> None:
         schema, spec = self._schema, self._spec
         for path in {*self._paths, *(path for paths, _ in self._stacks for path in paths)}:
-            if path.split("/")[0] in _RESERVED:
+            if path.split("/")[0] in RESERVED:
                 raise DataError(
                     f"field '{path}': batches hold something else under that name; leave it out with fields="
                 )

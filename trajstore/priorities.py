@@ -53,6 +53,8 @@ class Priorities:
         stratified: Draw one window from each of as many equal parts of the total: spread more evenly.
         uniform: The part of each batch that is drawn uniformly, whatever the priorities; probabilities and weights
             take it into account.
+        max_uses: Draw each window at most so often, also within one batch; then it is used up for good, whatever
+            its priority is set to. With ``alpha=0`` that is uniform consumption of what is left.
     """
 
     alpha: float = 0.6
@@ -66,6 +68,7 @@ class Priorities:
     rank_every: int = 1000
     stratified: bool = False
     uniform: float = 0.0
+    max_uses: int | None = None
 
     def __post_init__(self) -> None:
         for name, high in (("alpha", math.inf), ("eps", math.inf), ("uniform", 1.0)):
@@ -75,6 +78,15 @@ class Priorities:
         self._check_choices()
         if not isinstance(self.rank_every, int) or self.rank_every < 1:
             raise ValueError(f"rank_every: expected a positive integer, got {self.rank_every!r}")
+        self._check_uses()
+
+    def _check_uses(self) -> None:
+        if self.max_uses is None:
+            return
+        if not isinstance(self.max_uses, int) or isinstance(self.max_uses, bool) or self.max_uses < 1:
+            raise ValueError(f"max_uses: expected a positive integer or None, got {self.max_uses!r}")
+        if self.uniform or self.stratified or self.kind == "rank" or self.over != "start":
+            raise ValueError("max_uses goes with plain proportional draws: no uniform part, strata, ranks or over=")
 
     def _check_choices(self) -> None:
         if self.initial != "max":

@@ -12,7 +12,7 @@ import torch
 
 from trajstore.assembler import Assembler, Kind, Where
 from trajstore.draws import Among, first_recent
-from trajstore.errors import DataError
+from trajstore.errors import DataError, NotReadyError
 from trajstore.priorities import Priorities
 from trajstore.priority_table import COLUMN, PriorityTable
 from trajstore.rng import Counter
@@ -31,6 +31,7 @@ _SLACK = 8  # bits by which it may shrink
 _LARGEST_RAW = 1e300
 _PIECE = 1 << 20  # leaves that are computed at a time
 _MAX_KINDS = 16
+USES = "uses"  # the column of how often windows were drawn that start at a step
 
 
 class PrioritySampler:
@@ -47,6 +48,8 @@ class PrioritySampler:
         self.steps = steps
         self.table = PriorityTable(steps, None if options.initial == "max" else float(options.initial))
         self._stored = StoredColumn(source, steps, COLUMN, self.table.check)
+        if options.max_uses is not None:
+            steps.attach(USES, torch.int32)
         self.n_ignored = self.n_batches = 0
         self._trees: dict[tuple[Windows, Where | None], _Tree] = {}
         self._masses = _Masses(options)
@@ -113,9 +116,13 @@ class PrioritySampler:
         if not kind.starts.total:
             raise self.source.no_windows(windows, "that the restrictions allow " if among.where else "")
         if not tree.total:
-            raise DataError("every window that could be drawn has priority 0")
+            raise DataError("every window that could be drawn has priority 0, or was drawn as often as allowed")
         if self.options.uniform and among.recent_fraction != 1.0:
             raise ValueError("uniform and recent_fraction can't be combined")
+        if self.options.max_uses is not None:
+            drawn = self._draw_unused(tree, batch_size, among, rng, self.options.max_uses)
+            self.n_batches += 1
+            return kind, self._weighted(tree, drawn, among, 0.0)
         n_uniform = round(batch_size * self.options.uniform)
         parts = []
         if n_uniform < batch_size:
@@ -125,6 +132,40 @@ class PrioritySampler:
         draw = self._weighted(tree, _joined(parts), among, n_uniform / batch_size)
         self.n_batches += 1
         return kind, draw
+
+    def _draw_unused(self, tree: _Tree, n: int, among: Among, rng: Counter, max_uses: int) -> _Drawn:
+        """Windows none of which is drawn more often than allowed; those used up are never drawn again.
+
+        Raises:
+            NotReadyError: There are too few uses left; nothing is used.
+        """
+        if among.is_recent:
+            raise ValueError("max_uses and recent windows can't be combined")
+        parts: list[_Drawn] = []
+        taken = np.empty(0, np.int64)
+        while len(taken) < n and tree.total:
+            leaf, drawn = tree.draw_leaves(n - len(taken), rng)
+            used = self.steps.get(USES, leaf) + _rank(leaf)
+            good = np.flatnonzero(used < max_uses)
+            self._use(leaf[good], 1, max_uses)
+            taken = np.append(taken, leaf[good])
+            parts.append(drawn.some(good))
+        if len(taken) < n:
+            self._use(taken, -1, max_uses)
+            raise NotReadyError(
+                f"{len(taken)} windows are left that were drawn less than {max_uses} times, {n} asked"
+            )
+        return _joined(parts)
+
+    def _use(self, address: Array, change: int, max_uses: int) -> None:
+        """Count uses, and give windows the mass that they have then."""
+        distinct, count = np.unique(address, return_counts=True)
+        uses = self.steps.get(USES, distinct) + change * count
+        self.steps.set(USES, distinct, uses.astype(np.int32))
+        changed = distinct[(uses >= max_uses) | (change < 0)]
+        where = torch.from_numpy(changed).to(self.source.device)
+        for tree in self._trees.values():
+            tree.put(where, changed, self._masses)
 
     def _weighted(self, tree: _Tree, drawn: _Drawn, among: Among, uniform: float) -> Draw:
         """Weights and probabilities of a batch of which the part ``uniform`` is drawn uniformly."""
@@ -209,6 +250,11 @@ class _Drawn:
 
     draw: Draw
     probability: torch.Tensor
+
+    def some(self, chosen: Array) -> _Drawn:
+        where = torch.from_numpy(chosen).to(self.draw.entry.device)
+        n = None if self.draw.n is None else self.draw.n[where]
+        return _Drawn(Draw(self.draw.entry[where], self.draw.start[where], n), self.probability[where])
 
 
 def _joined(parts: list[_Drawn]) -> _Drawn:
@@ -428,7 +474,7 @@ class _Tree:
         """Priorities of the windows that start at positions."""
         over, spec = self._owner.options.over, self._windows
         if over == "start" or spec.length == 1:
-            return self._priorities.values[address]
+            return self._unused(address)
         steps = position[:, None] + np.arange(spec.length) * spec.stride
         owner, inside, exists = self._learned(entry, steps)
         where = self._table.addresses(owner.ravel(), inside.ravel()).reshape(steps.shape)
@@ -438,6 +484,13 @@ class _Tree:
         mean = (values * is_there).sum(1) / is_there.sum(1)
         eta = {"max": 1.0, "mean": 0.0}[over] if isinstance(over, str) else over
         return largest * eta + mean * (1 - eta)
+
+    def _unused(self, address: torch.Tensor) -> torch.Tensor:
+        """Priorities of windows that start at addresses; 0 where they are used up."""
+        values, max_uses = self._priorities.values[address], self._owner.options.max_uses
+        if max_uses is None:
+            return values
+        return values * (self._table.columns[USES].values[address] < max_uses)
 
     def _learned(self, entry: Array, steps: Array) -> tuple[Array, Array, Array]:
         """Where steps of windows lie, and which are learned from."""
@@ -463,8 +516,7 @@ class _Tree:
         self.update(masses)
         if is_simple:
             old = self._tree.get(where)
-            mass = masses.of(self._priorities.values[where])
-            self._put_valid(where, address, old, mass)
+            self._put_valid(where, address, old, masses.of(self._unused(where)))
             return
         self._put_windows(address, masses)
 
@@ -499,6 +551,11 @@ class _Tree:
             return self._draw_recent(n, rng, among)
         leaf, mass = self._tree.draw(n, rng, stratified=stratified)
         return self._located(leaf, self._probability(mass), rng)
+
+    def draw_leaves(self, n: int, rng: Counter) -> tuple[Array, _Drawn]:
+        """Windows, and the addresses of the steps at which they start."""
+        leaf, mass = self._tree.draw(n, rng)
+        return leaf.cpu().numpy(), self._located(leaf, self._probability(mass), rng)
 
     def _probability(self, mass: torch.Tensor) -> torch.Tensor:
         return mass.to(torch.float64) / self._tree.total.to(torch.float64)
@@ -585,6 +642,16 @@ class _Tree:
             "effective_sample_size": 1.0 / squares if squares else 0.0,
             "mass_by_age": by_age.tolist(),
         }
+
+
+def _rank(values: Array) -> Array:
+    """How often each value has come before."""
+    order = np.argsort(values, kind="stable")
+    sorted_ = values[order]
+    first = np.flatnonzero(np.append(True, sorted_[1:] != sorted_[:-1])[: len(values)])
+    rank = np.empty(len(values), np.int64)
+    rank[order] = np.arange(len(values)) - np.repeat(first, np.diff(np.append(first, len(values))))
+    return rank
 
 
 def _checked(index: torch.Tensor, priority: torch.Tensor) -> tuple[Array, Array]:

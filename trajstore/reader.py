@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,13 +10,15 @@ import torch
 
 from trajstore.assembler import Assembler, Where
 from trajstore.batches import Batches
+from trajstore.derived import DerivedColumns
 from trajstore.draws import Among, Draws, EpochDraws, RandomDraws, StagedDraws
 from trajstore.errors import DataError
+from trajstore.hindsight import Hindsight, Relabeller
 from trajstore.outputs import Ring, flat_outputs, to_batch
 from trajstore.priorities import Priorities
 from trajstore.prioritised import PrioritisedDraws, PrioritySampler
 from trajstore.rng import Counter
-from trajstore.schema import Schema
+from trajstore.schema import Field, Schema
 from trajstore.sizes import check_positive, parse_bytes
 from trajstore.snapshot import Snapshot
 from trajstore.starts import Draw
@@ -82,6 +84,8 @@ class Reader:
             snapshot, torch.device(device), *budgets, writer=writer, compiled=compiled, streams=streams
         )
         self._steps = StepTable(self._source.index)
+        self._derived = DerivedColumns(self._source, self._steps)
+        self._last_relabeller: Relabeller | None = None
         self._priorities = (
             PrioritySampler(self._source, priorities, self._steps) if priorities is not None else None
         )
@@ -123,6 +127,7 @@ class Reader:
         recent_episodes: int | None = None,
         recent_fraction: float = 1.0,
         prioritised: bool = True,
+        relabel: Hindsight | None = None,
         out: Mapping[str, Any] | Ring | None = None,
     ) -> Any:
         """Draw windows with replacement: uniformly, or by priority if the reader has priorities.
@@ -138,6 +143,7 @@ class Reader:
             recent_episodes: Only from the last so many episodes, in order of arrival.
             recent_fraction: The part of the batch for which that holds; the rest comes from everywhere.
             prioritised: Say False to draw uniformly from a reader with priorities.
+            relabel: Give some windows goals that were achieved, and the rewards that go with them.
             out: A batch of an earlier call with the same arguments, to be overwritten, or a ring of them.
         """
         among = Among(where, recent_steps, recent_episodes, recent_fraction)
@@ -146,7 +152,7 @@ class Reader:
             self._source.publish()
             drawn = draws.draw()
             assert drawn is not None
-            return self._batch(*drawn, out)
+            return self._batch(*drawn, out, self._relabeller(relabel, self._rng))
 
     def _draws(
         self, batch_size: int, windows: Windows, among: Among, rng: Counter, prioritised: bool
@@ -201,13 +207,100 @@ class Reader:
         with self._source.lock:
             return self._sampler.stats(windows, where, n_bins)
 
+    def add_column(
+        self, name: str, field: Field, *, fill: float = 0, of_new: Callable[[], float] | None = None
+    ) -> None:
+        """Keep one more value for every step, computed after collection; batches hold it as ``name``.
+
+        It is kept in memory on the device, of every step that is here. Where the store has such a column
+        (`save_columns`), its values are read; other steps, and new ones, have ``fill``.
+
+        Args:
+            name: Of the column, here and in the store.
+            field: Its dtype and shape.
+            fill: The value of steps that got none yet.
+            of_new: Gives the value of steps that come later, when they are first seen; ``fill`` by default.
+
+        Raises:
+            DataError: The name is taken.
+            CorruptionError: The store has a column of that name and another dtype or shape.
+        """
+        with self._source.lock:
+            self._source.publish()
+            self._derived.add(name, field, fill, of_new)
+
+    def write_column(
+        self, name: str, index: torch.Tensor, values: torch.Tensor, windows: Windows | None = None
+    ) -> int:
+        """Set a column's values at steps that a batch's ``index`` names; batches drawn from now on hold them.
+
+        Args:
+            name: Of the column.
+            index: ``[batch, 3]``, as it came; also late.
+            values: ``[batch, ...]`` for the steps named, or ``[batch, length, ...]`` for all learning steps.
+            windows: What was sampled, where its stride is not 1.
+
+        Returns:
+            How many were ignored because their steps were evicted meanwhile.
+        """
+        with self._source.lock:
+            return self._derived.write(name, index, values, 1 if windows is None else windows.stride)
+
+    def write_all(self, name: str, values: Any) -> int:
+        """Set a column's values of all steps, in the order of `read_all_in_order`; returns how many those are.
+
+        Args:
+            name: Of the column.
+            values: An array or tensor, or an iterator over blocks of them.
+        """
+        with self._source.lock:
+            return self._derived.write_all(name, [values] if hasattr(values, "dtype") else values)
+
+    def column(self, name: str) -> Any:
+        """A column's values of all steps, in the order of `read_all_in_order`, as an array."""
+        with self._source.lock:
+            return self._derived.column(name)
+
+    def follow_columns(self) -> None:
+        """Give values to steps that came since."""
+        with self._source.lock:
+            self._derived.follow()
+
+    def read_all_in_order(
+        self, *, block_steps: int = 8192, fields: Iterable[str] | None = None, prefetch: int = 0
+    ) -> Batches:
+        """An iterator over all steps there are now, episode after episode in order of arrival, a block at a time.
+
+        Blocks are batches of single steps, without the axis of the window: the fields, ``index``, ``is_first``,
+        ``is_last``, ``terminated`` and ``truncated``, ``[n, ...]`` each.
+        """
+        chosen = None if fields is None else tuple(fields)
+        windows = Windows(fields=chosen, squeeze=True)
+        return self.epoch(block_steps, windows, shuffle=False, prefetch=prefetch)
+
+    @property
+    def has_columns(self) -> bool:
+        return bool(self._derived)
+
+    def save_columns(self, writer: Writer) -> None:
+        """Hand the columns' values that have changed to a writer of the same store, for its next commit."""
+        with self._source.lock:
+            self._derived.save(writer)
+
     @property
     def _sampler(self) -> PrioritySampler:
         if self._priorities is None:
             raise ValueError("this reader has no priorities; make it with priorities=Priorities(...)")
         return self._priorities
 
-    def at(self, index: torch.Tensor, windows: Windows, *, out: Mapping[str, Any] | Ring | None = None) -> Any:
+    def at(
+        self,
+        index: torch.Tensor,
+        windows: Windows,
+        *,
+        relabel: Hindsight | None = None,
+        out: Mapping[str, Any] | Ring | None = None,
+    ) -> Any:
         """The windows at given indices, as a batch's ``index`` holds them.
 
         Raises:
@@ -216,10 +309,25 @@ class Reader:
         with self._source.lock:
             kind = self._source.kind(windows)
             draw = self._source.draw_at(kind, _handles(index), None, is_strict=True)
-            return self._batch(kind, kind.starts.with_n(draw, self._rng), out)
+            draw = kind.starts.with_n(draw, self._rng)
+            return self._batch(kind, draw, out, self._relabeller(relabel, self._rng))
 
-    def _batch(self, kind: Any, draw: Draw, out: Mapping[str, Any] | Ring | None = None) -> Any:
-        plan = kind.plan(draw)
+    def _relabeller(self, options: Hindsight | None, rng: Counter) -> Relabeller | None:
+        if options is None:
+            return None
+        last = self._last_relabeller  # tables that it has made serve the next batch as well
+        if last is None or last.options != options or last.rng is not rng:
+            last = self._last_relabeller = Relabeller(self._source, options, rng)
+        return last
+
+    def _batch(
+        self,
+        kind: Any,
+        draw: Draw,
+        out: Mapping[str, Any] | Ring | None = None,
+        relabeller: Relabeller | None = None,
+    ) -> Any:
+        plan = self._derived.plan(kind, draw, relabeller)
         if not isinstance(out, Ring):
             flat = self._source.carry_out(kind, plan, flat_outputs(out))
             return to_batch(flat, self._as_tensordict)
@@ -270,6 +378,7 @@ class Reader:
         recent_episodes: int | None = None,
         recent_fraction: float = 1.0,
         prioritised: bool = True,
+        relabel: Hindsight | None = None,
         out: Ring | None = None,
         admit: Callable[[int], None] | None = None,
     ) -> Batches:
@@ -279,8 +388,9 @@ class Reader:
         is sampled. ``admit`` is called with the size of every batch before it is given out, and may wait or raise.
         """
         among = Among(where, recent_steps, recent_episodes, recent_fraction)
-        draws = self._draws(batch_size, windows, among, self._rng.fork(), prioritised)
-        return self._iterate(draws, prefetch, out, admit)
+        rng = self._rng.fork()
+        draws = self._draws(batch_size, windows, among, rng, prioritised)
+        return self._iterate(draws, prefetch, out, admit, self._relabeller(relabel, rng))
 
     def epoch(
         self,
@@ -356,9 +466,17 @@ class Reader:
         prefetch: int,
         ring: Ring | None,
         admit: Callable[[int], None] | None = None,
+        relabeller: Relabeller | None = None,
     ) -> Batches:
-        options = {"prefetch": prefetch, "ring": ring, "as_tensordict": self._as_tensordict, "admit": admit}
-        return Batches(self._source, draws, **options)  # type: ignore[arg-type]
+        return Batches(
+            self._source,
+            draws,
+            prefetch=prefetch,
+            ring=ring,
+            as_tensordict=self._as_tensordict,
+            admit=admit,
+            plan=lambda kind, draw, goals: self._derived.plan(kind, draw, relabeller, goals),
+        )
 
     def pin(self, index: torch.Tensor, windows: Windows) -> None:
         """Keep the chunks of these windows in the cache until `unpin`.
@@ -393,12 +511,18 @@ class Reader:
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on drawing the same windows from the same store, priorities included."""
         with self._source.lock:
-            state = self._rng.state_dict()
-            return state | ({"priorities": self._priorities.state_dict()} if self._priorities is not None else {})
+            state = self._rng.state_dict() | {"columns": self._derived.state_dict()}
+            if self._priorities is not None:
+                return state | {"priorities": self._priorities.state_dict()}
+            self._derived.follow()
+            return state | ({"steps": self._steps.state_dict()} if self._derived else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._source.lock:
             self._rng.load_state_dict(dict(state))
+            self._derived.load_state_dict(state["columns"])
+            if "steps" in state:
+                self._steps.load_state_dict(state["steps"])
             if self._priorities is not None and "priorities" in state:
                 self._priorities.load_state_dict(state["priorities"])
 

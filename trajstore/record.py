@@ -353,7 +353,11 @@ def newest_world(records: Iterable[CommitRecord]) -> str | None:
 
 
 def first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
-    """The first live row of each stream: its own mark, or what every session of the newest world has passed."""
+    """The first live row of each stream: its own mark, or what every session of the newest world has passed.
+
+    A session that goes on from a checkpoint may want rows that the one before had given up since: of streams of
+    older worlds, what the newest world says counts alone.
+    """
     world = newest_world(records)
     marks: dict[str, int] = {}
     for record in records:
@@ -361,7 +365,10 @@ def first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
             continue
         for stream, row in record.view.first_rows.items():
             marks[stream] = min(row, marks.get(stream, row))
-    return {record.id: max(record.first_row, marks.get(record.id, 0)) for record in records}
+    return {
+        r.id: marks[r.id] if r.id in marks and r.world != world else max(r.first_row, marks.get(r.id, 0))
+        for r in records
+    }
 
 
 def layouts_of(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:

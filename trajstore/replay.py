@@ -16,6 +16,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajstore import checkpoints
@@ -32,7 +33,7 @@ from trajstore.record import CommitRecord, new_id
 from trajstore.record import first_rows as record_marks
 from trajstore.replay_options import ReplayOptions, from_json, settle_options, to_json
 from trajstore.retention import Retainer, Retention, first_rows
-from trajstore.schema import Schema
+from trajstore.schema import Array, Field, Schema
 from trajstore.snapshot import Snapshot
 from trajstore.statistics import RunningStatistics
 from trajstore.store import Store, Url, create
@@ -41,6 +42,7 @@ from trajstore.sweeping import Sweeper
 from trajstore.windows import Windows
 
 _log = logging.getLogger(__name__)
+VERSION = "policy_version"
 _PUBLISH_ROWS = 1 << 14  # appended before they are taken up even if nobody samples
 _SWEEPS = 64  # marks are told when so large a part of the limit was evicted since
 _REDRAWS = 8
@@ -148,6 +150,7 @@ class ReplayBuffer:
         self._changed = threading.Condition()
         self._waiting = 0  # threads that want to know of appends
         self._n_sampled = self._n_redrawn = self._n_unpublished = self._n_told = 0
+        self._version: int | None = None
         self._bytes_per_step: float | None = None
         self._held: Mapping[str, int] = {}  # rows that a checkpoint wants which is being saved
         self._iterators: list[weakref.ref[Batches]] = []
@@ -210,6 +213,8 @@ class ReplayBuffer:
         self._source.published = self._retain
 
     def _restore(self, state: Mapping[str, Any]) -> None:
+        if state["counters"]["policy_version"] is not None:
+            self._keep_versions(int(state["counters"]["policy_version"]))
         with self._source.lock:
             self._source.index.arrange(state["order"])
             self._retainer.load_state_dict(state["retention"])
@@ -404,6 +409,78 @@ class ReplayBuffer:
         self._check()
         return self._reader.update_priorities(index, priority, windows)
 
+    def add_column(self, name: str, field: Field, *, fill: float = 0) -> None:
+        """Keep a value for every step, computed after collection; see `Reader.add_column`. Checkpoints hold it."""
+        self._check()
+        self._reader.add_column(name, field, fill=fill)
+
+    def write_column(
+        self, name: str, index: torch.Tensor, values: torch.Tensor, windows: Windows | None = None
+    ) -> int:
+        """Set a column's values at steps that a batch's ``index`` names; see `Reader.write_column`.
+
+        `flush` makes them durable.
+        """
+        self._check()
+        return self._reader.write_column(name, index, values, windows)
+
+    def write_all(self, name: str, values: Any) -> int:
+        """Set a column's values of all steps, in the order of `read_all_in_order`; returns how many those are."""
+        self._check()
+        return self._reader.write_all(name, values)
+
+    def read_all_in_order(self, **options: Any) -> Batches:
+        """An iterator over all steps, a block at a time; see `Reader.read_all_in_order`."""
+        self._check()
+        return self._reader.read_all_in_order(**options)
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version of the policy that collects now; None: not kept."""
+        return self._version
+
+    @policy_version.setter
+    def policy_version(self, version: int) -> None:
+        """Note it with every step from now on; batches hold ``policy_version``. It never goes back."""
+        self._check()
+        if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 62:
+            raise ValueError(f"policy_version: expected an integer of at least 0, got {version!r}")
+        if self._version is not None and version < self._version:
+            raise ValueError(f"policy_version: expected at least {self._version}, got {version}")
+        with self._source.lock:
+            self._source.publish()
+            self._keep_versions(version)
+            self._reader.follow_columns()  # what came before has the version from before
+            self._version = version
+
+    def _keep_versions(self, version: int) -> None:
+        if self._version is None:
+            self._version = version
+            self._reader.add_column(VERSION, Field("int64"), fill=version, of_new=lambda: self._version or 0)
+
+    def remove_below(self, version: int) -> int:
+        """Evict all steps that an older policy collected, and say how many; costs as much as there are steps."""
+        self._check()
+        with self._source.lock:
+            self._source.publish()
+            if self._version is None:
+                raise ValueError("no policy versions are kept; set policy_version before collecting")
+            return self._remove(self._reader.column(VERSION) < version)
+
+    def clear(self) -> int:
+        """Evict everything; episodes that are open go on. Returns how many steps went."""
+        self._check()
+        with self._source.lock:
+            self._source.publish()
+            return self._remove(np.ones(self._source.index.n_steps, bool))
+
+    def _remove(self, chosen: Array) -> int:
+        n = self._retainer.drop_where(chosen)
+        self._reader.follow_priorities()
+        self._reader.follow_columns()
+        self._tell_marks()
+        return n
+
     def set_priorities(self, **options: Any) -> None:
         """Change options of the priorities; see `Reader.set_priorities`."""
         self._check()
@@ -543,9 +620,14 @@ class ReplayBuffer:
     # ---- durability
 
     def flush(self) -> None:
-        """Make everything appended durable, and wait for checkpoints that are being written."""
+        """Make everything appended and written back durable, and wait for checkpoints that are being written."""
         self._check()
         self._writer.commit()
+        if self._reader.has_columns:
+            with self._source.lock:
+                self._source.publish()  # rows that are committed now have their values stored by row
+                self._reader.save_columns(self._writer)
+            self._writer.commit()
         self._checkpointer.wait()
 
     def refresh(self) -> None:
@@ -622,6 +704,7 @@ class ReplayBuffer:
                 "sampled": self._n_sampled,
                 "redrawn": self._n_redrawn,
                 "bytes_per_step": self._bytes_per_step,
+                "policy_version": self._version,
             },
         }
 
@@ -782,10 +865,10 @@ def _n_rows(data: Any, n_axes: int) -> int:
 
 def _marks(snapshot: Snapshot, checkpoint: Checkpoint | None) -> dict[str, int]:
     """The first rows that a new session wants of the streams that are there."""
-    marks = record_marks(snapshot.streams)
-    if checkpoint is not None:
+    marks = {stream: row for stream, row in record_marks(snapshot.streams).items() if row}
+    if checkpoint is not None:  # also where it is 0: the session before may have given up rows since
         marks |= {stream: cut.first for stream, cut in checkpoint.streams.items()}
-    return {stream: row for stream, row in marks.items() if row}
+    return marks
 
 
 def _unfinished(snapshot: Snapshot, checkpoint: Checkpoint | None) -> list[str]:

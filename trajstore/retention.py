@@ -15,12 +15,13 @@ from trajstore.numbered import ByEpisode
 from trajstore.schema import Array
 from trajstore.sizes import check_positive, parse_bytes
 from trajstore.snapshot import Snapshot
+from trajstore.spans import ranges
 
 _PAGE_ROWS = 1024  # steps of one environment after the other leave together within so many that arrived
 PART = 256  # an eviction frees one part in so many of a limit, so that its cost is spread over many appends
 _AGES = 64  # a step may outlive an age limit by one part in so many
 _AT_ONCE = 4096  # arrivals looked at in one go
-CAUSES = ("steps", "episodes", "bytes", "age")
+CAUSES = ("steps", "episodes", "bytes", "age", "removed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,23 @@ class Retainer:
         handles = index.stream.host[entry].astype(np.int64), index.episode.host[entry].copy()
         self._evict("episodes", *handles, np.full(len(entry), GONE))
 
+    def drop_where(self, chosen: Array) -> int:
+        """Evict the steps that are chosen, in order of the index, and those before them in their episodes."""
+        index = self._source.index
+        entry = np.arange(index.first, index.n)
+        lengths = index.lengths(index.first, index.n)
+        owner, position = ranges(lengths)
+        last = np.zeros(len(entry), np.int64)
+        np.maximum.at(last, owner[chosen], position[chosen] + 1)
+        hit = np.flatnonzero(last)
+        before = self.n_evicted
+        if len(hit):
+            stream, episode = index.stream.host[entry[hit]].astype(np.int64), index.episode.host[entry[hit]].copy()
+            floor = index.t_base.host[entry[hit]] + last[hit]
+            is_over = (last[hit] == lengths[hit]) & ((index.flags.host[entry[hit]] & OPEN) == 0)
+            self._evict("removed", stream, episode, np.where(is_over, GONE, floor))
+        return self.n_evicted - before
+
     def _drop_old(self, now: float) -> None:
         if self.options.age_s is None:
             return
@@ -323,7 +341,7 @@ class Retainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as another session would have gone on; the stream that it wrote is one of the others here."""
         number = np.array([self._source.index.numbers.get(name, -1) for name in state["streams"]], np.int64)
-        self.evicted = {cause: dict(state["evicted"][cause]) for cause in CAUSES}
+        self.evicted |= {cause: dict(counts) for cause, counts in state["evicted"].items()}
         if not self.options.is_limited:
             return
         if not state["is_limited"]:

@@ -27,7 +27,7 @@ class RunningStatistics:
     the mean, so that a large offset costs no digits. NaN and infinities are counted and otherwise left out. Flags
     count as 0 and 1.
 
-    A few rows at a time are only copied, and looked at together later: one row costs about a microsecond a field.
+    A few rows at a time are only copied, and looked at together later: one row costs a microsecond or two a field.
 
     Args:
         schema: What the rows hold.

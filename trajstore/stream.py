@@ -383,7 +383,10 @@ class StreamAppender:
                 columns[change.target][change.name] = ColumnState(generation, dtype, shape, 0, 0, 0)
         if columns != self.record.columns:
             self._publish(replace(self.record, columns=columns, layouts=self._layouts(columns)))
-        new = {f"columns/{c.target}/{c.name}" for c in batch.columns} - self._with_nodes
+        # By kind as well: what is put again with another dtype has other nodes.
+        new = {
+            f"{c.target}/{c.name} {c.values.dtype} {c.values.shape[1:]}" for c in batch.columns
+        } - self._with_nodes
         if new:
             self._storage.put_many(self._column_nodes())
             self._with_nodes |= new

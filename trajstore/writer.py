@@ -459,11 +459,10 @@ class Writer:
         """Wait until what a ticket stands for is durable and told; gives what failed another try.
 
         Raises:
-            BaseException: What the try ended with, or what the callback of a cut raised.
+            BaseException: What the try ended with.
         """
         self._check_process()
         self._pipeline.wait(ticket)
-        self._pipeline.raise_told()
 
     def put_column(
         self, name: str, target: str, values: Array, *, first: int = 0, rows: Array | None = None
