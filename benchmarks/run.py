@@ -10,7 +10,7 @@ from pathlib import Path
 
 from _harness import arguments
 
-BENCHMARKS = ("append", "commit", "open", "frames", "memory", "windows", "misses", "priorities")
+BENCHMARKS = ("append", "commit", "open", "frames", "memory", "windows", "misses", "priorities", "replay")
 
 
 def main() -> None:

@@ -37,6 +37,13 @@ EXPECTED = {
         "tensor operations, 10,000 leaves, torch threads 1",
     ],
 }
+EXPECTED["replay"] = [
+    "sample, buffer, 1 thread",
+    "append 16, sample, ours, 20,000 steps, 1 thread",
+    "sample, beside a thread that appends flat out",
+    "append 16, sample, update, evict, ours, 20,000 steps, 1 thread",
+    "checkpoint of 2,377 steps",
+]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 
 pytestmark = [

@@ -458,9 +458,19 @@ def test_wide_rows_get_few_spare_live_rows() -> None:
     writer.close()
 
 
-def test_batches_planned_before_an_eviction_say_so() -> None:
+def evicted(store: Store, reader: Reader, row: int) -> Any:
     from tests.test_index import Evicted
 
+    snapshot: Any = Evicted(store.snapshot, {reader.streams[0]: row})
+    snapshot.schema, snapshot.readers, snapshot.storage = (
+        store.schema,
+        store.snapshot.readers,
+        store.snapshot.storage,
+    )
+    return snapshot
+
+
+def store_of_episodes() -> tuple[Store, Reader]:
     store = new_store()
     with store.writer(commit_seconds=None) as writer:
         model = Model(writer)
@@ -470,15 +480,30 @@ def test_batches_planned_before_an_eviction_say_so() -> None:
     reader = Reader(store.refresh())
     for _ in reader.epoch(16, Windows()):
         pass
-    batches = reader.batches(64, Windows())
+    return store, reader
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_windows_that_were_evicted_before_their_turn_are_drawn_anew(prefetch: int) -> None:
+    store, reader = store_of_episodes()
+    batches = reader.batches(64, Windows(length=2), prefetch=prefetch)
     batches._fill()
-    snapshot: Any = Evicted(store.snapshot, {reader.streams[0]: 40})
-    snapshot.schema, snapshot.readers, snapshot.storage = (
-        store.schema,
-        store.snapshot.readers,
-        store.snapshot.storage,
-    )
-    reader._source.follow(snapshot)
+    planned = batches._queue[0].windows.clone()
+    reader._source.follow(evicted(store, reader, 40))
+    batch = next(batches)
+    kept = planned[:, 1] >= 5
+    assert kept.any()
+    assert torch.equal(batch["index"][kept], planned[kept])  # the others stay where they are
+    assert (batch["index"][:, 1] >= 5).all()
+    assert torch.equal(batch["obs"][:, 0], batch["index"][:, 1:].float())
+    batches.close()
+
+
+def test_batches_of_an_epoch_planned_before_an_eviction_say_so() -> None:
+    store, reader = store_of_episodes()
+    batches = reader.epoch(64, Windows(), shuffle=False)
+    batches._fill()
+    reader._source.follow(evicted(store, reader, 40))
     with pytest.raises(trajstore.SnapshotExpiredError, match="evicted meanwhile"):
         next(batches)
     batch = next(batches)

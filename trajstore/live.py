@@ -202,9 +202,11 @@ class LiveEpisodes:
             return
         if self._n_stuck == self._n_free:
             return  # there was no room, and there is no more since
-        if staging.n == self._n_taken + 1 and staging.n_ends == self._n_ends and self._enter_one(staging, taken):
-            self._n_taken += 1
-            return
+        if staging.n_ends == self._n_ends and not staging.any_dropped:
+            enter = self._enter_one if staging.n == self._n_taken + 1 else self._enter_each
+            if enter(staging, taken):
+                self._n_taken = staging.n
+                return
         block = self._block(staging, copy=False)
         if self._enter(block, block.values, taken):
             self._n_taken, self._n_ends = staging.n, self._n_ends + len(block.ends)
@@ -229,7 +231,7 @@ class LiveEpisodes:
         """Take up a single row of an episode that goes on in its page: the common case, and far cheaper."""
         table, row = self._episodes, self._n_taken
         slot = int(np.searchsorted(table["episode"], staging.episode[row]))
-        if staging.any_dropped or slot == table.n or table["episode"][slot] != staging.episode[row]:
+        if slot == table.n or table["episode"][slot] != staging.episode[row]:
             return False
         values = table.data[:, slot]
         if not values[_ROOM]:
@@ -242,6 +244,28 @@ class LiveEpisodes:
         self._is_changed = self._is_changed or bool(values[_FLOOR] >= values[_N_ROWS])  # it is shown again
         values[[_N_ROWS, _LIVE, _NEXT]] += 1
         values[_ROOM] -= 1
+        self._is_longer = True
+        return True
+
+    def _enter_each(self, staging: Staging, taken: list[Change]) -> bool:
+        """Take up a row of each of several episodes that go on in their pages: one step of many environments."""
+        table, rows = self._episodes, slice(self._n_taken, staging.n)
+        episode = staging.episode[rows]
+        if len(episode) > table.n:
+            return False
+        slot = np.searchsorted(table["episode"], episode)
+        if slot.max() == table.n or (table["episode"][slot] != episode).any():
+            return False
+        values = table.data[:, slot]
+        if not values[_ROOM].all() or len(np.unique(slot)) < len(slot):
+            return False
+        taken.append(Taken({path: column[rows] for path, column in staging.columns.items()}, values[_NEXT].copy()))
+        if self.keeps_arrivals:
+            self._arrivals.append(episode.copy())
+        self._is_changed = self._is_changed or bool((values[_FLOOR] >= values[_N_ROWS]).any())
+        values[[_N_ROWS, _LIVE, _NEXT]] += 1
+        values[_ROOM] -= 1
+        table.data[:, slot] = values
         self._is_longer = True
         return True
 

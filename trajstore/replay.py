@@ -46,6 +46,7 @@ VERSION = "policy_version"
 _PUBLISH_ROWS = 1 << 14  # appended before they are taken up even if nobody samples
 _SWEEPS = 64  # marks are told when so large a part of the limit was evicted since
 _REDRAWS = 8
+_YIELD_S = 0.05  # at the most, and only while a batch is being made
 _POLL_S = 0.05  # steps may also come from elsewhere, by a refresh
 
 
@@ -148,6 +149,9 @@ class ReplayBuffer:
         self._world = new_id("world")
         self._is_closed = False
         self._changed = threading.Condition()
+        self._idle = threading.Event()  # no batch is being made
+        self._idle.set()
+        self._sampler = 0  # the thread that sampled last
         self._waiting = 0  # threads that want to know of appends
         self._n_sampled = self._n_redrawn = self._n_unpublished = self._n_told = 0
         self._version: int | None = None
@@ -305,6 +309,9 @@ class ReplayBuffer:
         self._check()
         if self._limiter is not None:
             self._limiter.await_insert(n)
+        if not self._idle.is_set():
+            # Give way to a batch once: two threads that run Python all the time would each wait for the other.
+            self._idle.wait(_YIELD_S)
         try:
             yield
         except BaseException:
@@ -317,6 +324,8 @@ class ReplayBuffer:
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
+        if self._sampler not in (0, threading.get_ident()):
+            time.sleep(0)  # lets go of the interpreter's lock, which a thread that samples may be waiting for
 
     def _publish_if_free(self) -> None:
         """Take up what was appended, so that limits hold also while nobody samples."""
@@ -349,6 +358,8 @@ class ReplayBuffer:
         self._check()
         windows = self.options.sample if windows is None else windows
         self._admit(batch_size)
+        self._idle.clear()
+        self._sampler = threading.get_ident()
         try:
             return self._drawn(batch_size, windows, out, which)
         except BaseException:
@@ -356,6 +367,8 @@ class ReplayBuffer:
             if self._limiter is not None:
                 self._limiter.cancel_sample(batch_size)
             raise
+        finally:
+            self._idle.set()
 
     def _admit(self, batch_size: int) -> None:
         """Count a batch, once it may be drawn."""
