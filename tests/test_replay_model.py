@@ -679,8 +679,8 @@ class Trainer:
         self._iterator: Any = None
 
     def go_on(self, buffer: ReplayBuffer) -> None:
-        """After a crash, with another buffer."""
-        self.buffer, self._last = buffer, None
+        """After a crash, with another buffer; the streams that were there have the same numbers."""
+        self.buffer = buffer
         if self._iterator is not None:
             self._iterator = buffer.batches(8, prefetch=self._prefetch)
 

@@ -1,8 +1,13 @@
 """trajstore: the replay buffer that is also an open dataset.
 
-datasets | reader          for torch's DataLoader | batches of windows: drawn, in epochs, by index
-batches                    an iterator, with prefetch
-draws                      which windows come next
+cli, gymnasium, ...        adapters: nothing imports them
+datasets | mixing          for torch's DataLoader | batches from several sources
+replay                     the live buffer: append, sample, keep a bounded amount, checkpoint, resume
+retention                  which steps go first
+reader                     batches of windows: drawn, in epochs, by index
+batches | derived          an iterator, with prefetch | columns written back
+prioritised | draws        which windows come next
+hindsight                  other goals for windows
 assembler                  windows to batches
 plan                       windows to rows and masks
 starts | outputs           which windows there are | what batches are written into

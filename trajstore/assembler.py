@@ -221,6 +221,11 @@ class Assembler:
         return True
 
     @property
+    def has_schema(self) -> bool:
+        """Whether the fields are known: nothing is before the first data, in a store that declared none."""
+        return self.snapshot.schema is not None or (self._writer is not None and self._writer.schema is not None)
+
+    @property
     def schema(self) -> Schema:
         schema = self.snapshot.schema or (self._writer.schema if self._writer is not None else None)
         if schema is None:

@@ -43,9 +43,10 @@ class DerivedColumns:
         Raises:
             DataError: The name is taken, or no name for a column.
         """
-        taken = {path.split("/")[0] for path in self._source.schema} | RESERVED | {"source"}
-        if not is_column_name(name) or name in taken or name in self._steps.columns:
+        if not is_column_name(name) or name in RESERVED or name in self._steps.columns or name == "source":
             raise DataError(f"column {name!r}: expected a plain name that no field and nothing in a batch has")
+        if self._source.has_schema:
+            self._check_fields([name])
         if field.dtype == "bfloat16":
             raise DataError(f"column '{name}': expected a dtype that numpy has, got bfloat16")
         dtype = torch.from_numpy(np.empty(0, field.storage_dtype)).dtype
@@ -56,8 +57,14 @@ class DerivedColumns:
         )
         self._stored[name].follow()
 
+    def _check_fields(self, names: Iterable[str]) -> None:
+        for name in set(names) & {path.split("/")[0] for path in self._source.schema}:
+            raise DataError(f"column {name!r}: expected a plain name that no field and nothing in a batch has")
+
     def follow(self) -> None:
         """Catch up with the index."""
+        if self._seen < 0 and self._source.has_schema:  # it may not have been known when columns were added
+            self._check_fields(self._fields)
         if self._seen != self._source.index.version:
             for stored in self._stored.values():
                 stored.follow()

@@ -108,7 +108,7 @@ class ReplayBuffer:
     def resume(
         cls,
         url: Url,
-        checkpoint: str = "latest",
+        checkpoint: str | Mapping[str, Any] = "latest",
         *,
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
@@ -122,7 +122,7 @@ class ReplayBuffer:
 
         Args:
             url: Of the store.
-            checkpoint: Name or id of a checkpoint, or "latest".
+            checkpoint: Name or id of a checkpoint, "latest", or what `state_dict` gave.
             storage_options: As for the buffer itself; never stored.
             fsync: The same.
             changes: Options that are to differ from those of the session that saved it. A limit that is lowered
@@ -134,7 +134,8 @@ class ReplayBuffer:
         """
         store = open_store(url, storage_options=storage_options, fsync=fsync)
         settle_options(ReplayOptions(), changes)  # refuses what there is not, before anything is read
-        found = checkpoints.find(store.snapshot.storage, checkpoint)
+        which = checkpoint if isinstance(checkpoint, str) else checkpoint["checkpoint"]
+        found = checkpoints.find(store.snapshot.storage, which)
         state = checkpoints.read_state(store.snapshot.storage, found)
         buffer = cls.__new__(cls)
         buffer._begin(store, settle_options(from_json(state["options"], changes), changes), found, state)
@@ -684,6 +685,13 @@ class ReplayBuffer:
         if wait:
             self._checkpointer.wait()
         return checkpoint
+
+    def state_dict(self) -> dict[str, str]:
+        """What to keep in a checkpoint of one's own, to `resume` from: names a checkpoint that is durable by then.
+
+        The state itself stands in the store, where it keeps what it needs from being evicted.
+        """
+        return {"url": self.url, "checkpoint": self.save_checkpoint("state", wait=True)}
 
     def _cut_done(self, result: Future[Any], record: CommitRecord | None) -> None:
         # On the background thread, in order of commits: statistics are those of this very cut.
