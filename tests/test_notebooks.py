@@ -15,6 +15,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+EXPLORE, FOLLOW = "explore_a_store.ipynb", "follow_a_run.ipynb"
 IDS = [path.stem for path in NOTEBOOKS]
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=IDS)
@@ -74,7 +75,7 @@ def printed(notebook: Any) -> str:
 
 
 def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
+    assert [path.name for path in NOTEBOOKS] == [EXPLORE, FOLLOW]
 
 
 @every_notebook
@@ -93,27 +94,34 @@ def test_a_notebook_is_valid_and_names_no_machine(path: Path) -> None:
 
 
 @lenient
-@every_notebook
-def test_a_notebook_runs_on_the_demos_store(
-    path: Path, recorded: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_store_is_explored_that_the_demo_recorded(
+    recorded: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAJSTORE_DEMO", str(recorded))
-    notebook = executed(copy / "notebooks" / path.name)
+    notebook = executed(copy / "notebooks" / EXPLORE)
     assert f"<Store {recorded}" in "".join(outputs(notebook, "text/plain"))
     assert len(outputs(notebook, "image/png")) >= 4
 
 
 @lenient
-@every_notebook
-def test_a_notebook_looks_for_the_demos_store_in_its_usual_place(path: Path, recorded: Path, copy: Path) -> None:
+def test_the_demos_store_is_looked_for_in_its_usual_place(recorded: Path, copy: Path) -> None:
     shutil.copytree(recorded, copy / "runs" / "demo")
-    assert "recorded a small one" not in printed(executed(copy / "notebooks" / path.name))
+    assert "recorded a small one" not in printed(executed(copy / "notebooks" / EXPLORE))
 
 
 @lenient
-@every_notebook
-def test_a_notebook_without_a_store_records_one_and_leaves_nothing(path: Path, copy: Path) -> None:
-    shown = printed(executed(copy / "notebooks" / path.name))
+def test_where_there_is_no_store_one_is_recorded_and_nothing_left(copy: Path) -> None:
+    shown = printed(executed(copy / "notebooks" / EXPLORE))
     assert "recorded a small one" in shown
     assert "same bytes: True" in shown
+    assert os.listdir(copy / "TMPDIR") == []
+
+
+@lenient
+def test_a_run_is_resumed_and_followed_and_nothing_left(copy: Path) -> None:
+    notebook = executed(copy / "notebooks" / FOLLOW)
+    shown = printed(notebook)
+    assert "same batch: True" in shown
+    assert "same bytes: True" in shown
+    assert len(outputs(notebook, "image/png")) >= 8
     assert os.listdir(copy / "TMPDIR") == []

@@ -50,10 +50,11 @@ class DerivedColumns:
         if field.dtype == "bfloat16":
             raise DataError(f"column '{name}': expected a dtype that numpy has, got bfloat16")
         dtype = torch.from_numpy(np.empty(0, field.storage_dtype)).dtype
-        self._steps.attach(name, dtype, field.shape, initial=of_new or (lambda: fill))
+        self._steps.follow()
+        self._steps.attach(name, dtype, field.shape, initial=of_new or (lambda: fill), fill=fill)
         self._fields[name] = field, fill
         self._stored[name] = StoredColumn(
-            self._source, self._steps, name, lambda stored: _check_stored(name, field, stored)
+            self._source, self._steps, name, lambda stored: _check_stored(name, field, stored), lambda: fill
         )
         self._stored[name].follow()
 

@@ -106,7 +106,7 @@ def frame(
             inside[b, j] = near
             masks[0, b, j] = near == position
             masks[1, b, j] = (near == position) & is_learning[j]
-            masks[2, b, j] = position == first
+            masks[2, b, j] = (near == position) & (position == first)
             masks[3, b, j] = is_last & is_ended
             masks[4, b, j] = is_last & is_terminated
             masks[5, b, j] = is_last & is_truncated

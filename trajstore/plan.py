@@ -190,7 +190,7 @@ class Planner:
         return (
             exists,
             exists & self._is_learning,
-            position == -self._index.t_base.device[entry],
+            exists & (position == -self._index.t_base.device[entry]),
             (end & (MARK | OPEN)) == MARK,
             (end & TERMINATED) != 0,
             (end & TRUNCATED) != 0,

@@ -47,7 +47,7 @@ class PrioritySampler:
         self.options = options
         self.steps = steps
         self.table = PriorityTable(steps, None if options.initial == "max" else float(options.initial))
-        self._stored = StoredColumn(source, steps, COLUMN, self.table.check)
+        self._stored = StoredColumn(source, steps, COLUMN, self.table.check, self.table.of_new)
         if options.max_uses is not None:
             steps.attach(USES, torch.int32)
         self.n_ignored = self.n_batches = 0

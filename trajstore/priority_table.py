@@ -27,9 +27,10 @@ class PriorityTable:
         self.steps = steps
         self.initial = initial
         self.largest = 1.0 if initial is None else initial
-        self._column = steps.attach(COLUMN, torch.float32, initial=self._of_new)
+        self._column = steps.attach(COLUMN, torch.float32, initial=self.of_new)
 
-    def _of_new(self) -> float:
+    def of_new(self) -> float:
+        """The priority of steps that got none yet."""
         return self.largest if self.initial is None else self.initial
 
     @property

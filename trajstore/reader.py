@@ -44,7 +44,7 @@ class Reader:
     Args:
         store: The store to read, or one of its snapshots.
         device: Where batches and the cache live.
-        cache_bytes: Bound of the memory for decoded chunks on the device.
+        cache_bytes: Bound of the memory for decoded chunks on the device; at least two chunks of every field stay.
         host_cache_bytes: Bound of the memory for compressed chunks in RAM. By default 1 GiB for object stores, and
             none for local directories, whose files the operating system keeps in RAM as it is.
         seed: Of the draws.

@@ -148,7 +148,7 @@ class ReplayBuffer:
         self._storage = store.snapshot.storage
         self._pid = os.getpid()
         self._world = new_id("world")
-        self._is_closed = False
+        self._is_closed = self._is_closing = False
         self._changed = threading.Condition()
         self._idle = threading.Event()  # no batch is being made
         self._idle.set()
@@ -455,7 +455,7 @@ class ReplayBuffer:
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Note it with every step from now on; batches hold ``policy_version``. It never goes back."""
+        """Note it with every step from now on; batches hold ``policy_version``, -1 where it was not kept yet."""
         self._check()
         if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version < 1 << 62:
             raise ValueError(f"policy_version: expected an integer of at least 0, got {version!r}")
@@ -470,7 +470,7 @@ class ReplayBuffer:
     def _keep_versions(self, version: int) -> None:
         if self._version is None:
             self._version = version
-            self._reader.add_column(VERSION, Field("int64"), fill=version, of_new=lambda: self._version or 0)
+            self._reader.add_column(VERSION, Field("int64"), fill=-1, of_new=lambda: self._version or 0)
 
     def remove_below(self, version: int) -> int:
         """Evict all steps that an older policy collected, and say how many; costs as much as there are steps."""
@@ -753,7 +753,11 @@ class ReplayBuffer:
         self._check_process()
         if not self._writer.is_closed:
             self._writer.commit()
+            with self._source.lock:
+                self._source.publish()  # evicts for the last time
+        self._is_closing = True
         errors = [e for end in (self._checkpointer.close, self._sweeper.close) if (e := _failure_of(end))]
+        self._note_marks()
         self._writer.close()
         self._is_closed = True
         if self._limiter is not None:
@@ -761,9 +765,19 @@ class ReplayBuffer:
         if errors:
             raise errors[0]
 
+    def _note_marks(self) -> None:
+        """Let the last record say what is not wanted: publishing needs no time of grace, only deleting does."""
+        if self._writer.is_closed or not self._retainer.n_evicted:
+            return
+        with self._source.lock:
+            said = self._writer.first_rows
+            marks = {name: max(row, said.get(name, 0)) for name, row in first_rows(self._source).items()}
+            own = min(marks.pop(self._writer.stream, 0), self._writer.committed_rows)
+            self._writer.set_view(first_row=own, first_rows={name: row for name, row in marks.items() if row})
+
     def _release(self) -> None:
         """End all threads, whatever becomes of what is not durable."""
-        self._is_closed = True
+        self._is_closed = self._is_closing = True
         if self._limiter is not None:
             self._limiter.close()
         self._checkpointer.cancel()
@@ -811,7 +825,7 @@ class ReplayBuffer:
 
     def _retain(self) -> None:
         """Evict what is over a limit; the assembler has just published."""
-        if self._is_closed or not self._retainer.apply(time.time(), self._estimated_bytes()):
+        if self._is_closing or not self._retainer.apply(time.time(), self._estimated_bytes()):
             return
         self._reader.follow_priorities()
         n_evicted = self._retainer.n_evicted

@@ -30,8 +30,9 @@ def replay_samples(
     """A batch of ``Windows.transitions()`` as Stable-Baselines3 has it; tensors are shared, not copied.
 
     ``dones`` is set where an episode terminated, never where it was truncated: there the next observation is
-    bootstrapped from, as their buffers have it with ``handle_timeout_termination``. With ``n_step``, ``rewards`` are
-    the n-step returns and ``discounts`` what the next observation's value is multiplied with, 0 at termination.
+    bootstrapped from, as their buffers have it with ``handle_timeout_termination``. With ``n_step``, ``rewards``
+    are the n-step returns and ``discounts`` what the next observation's value is multiplied with, 0 at
+    termination.
 
     Args:
         batch: As `sample` gave it.

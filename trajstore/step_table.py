@@ -173,9 +173,14 @@ class StepTable:
         self.size = size
 
     def attach(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...] = (), initial: Callable[[], Any] = lambda: 0
+        self,
+        name: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...] = (),
+        initial: Callable[[], Any] = lambda: 0,
+        fill: Any = None,
     ) -> Column:
-        """Keep one more value for every step; those that are there get the initial one."""
+        """Keep one more value for every step; those that are there get ``fill``, or the initial one."""
         empty = torch.zeros((self._room, *shape), dtype=dtype, device=self._device)
         column = self.columns[name] = Column(empty, initial, np.zeros(self._room, bool))
         index = self._index
@@ -183,7 +188,8 @@ class StepTable:
         if self._seen[0] >= 0:
             owner, position = ranges(index.lengths(index.first, index.n))
             address = self.addresses(index.first + owner, position)
-            column.values[self._on_device(address)] = torch.as_tensor(initial(), dtype=dtype, device=self._device)
+            value = initial() if fill is None else fill
+            column.values[self._on_device(address)] = torch.as_tensor(value, dtype=dtype, device=self._device)
             column.dirty[address] = True
         return column
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +21,18 @@ class StoredColumn:
         table: Has a column of this name.
         name: Of the column, in the table and in streams.
         check: Refuses stored values, by stream, that are not what the column holds.
+        fill: Gives the value of rows that are stored and not here, and never had one.
     """
 
     def __init__(
-        self, source: Assembler, table: StepTable, name: str, check: Callable[[Mapping[str, Array]], None]
+        self,
+        source: Assembler,
+        table: StepTable,
+        name: str,
+        check: Callable[[Mapping[str, Array]], None],
+        fill: Callable[[], Any],
     ) -> None:
-        self._source, self._table, self._name, self._check = source, table, name, check
+        self._source, self._table, self._name, self._check, self._fill = source, table, name, check, fill
         self._known: set[str] = set()  # streams whose stored values were looked for
         self._saved_by = ""  # the stream of the writer that has put what is stored
         self._saved: dict[int, tuple[int, int]] = {}  # by source: first row of its generation, changes since
@@ -82,10 +89,15 @@ class StoredColumn:
         return n
 
     def _by_row(self, source: int, first: int, stop: int) -> Array:
-        """Values of a stream's rows; rows that hold no step of the index have 0."""
+        """Values of a stream's rows. Rows above the mark may be evicted here, and others see them: theirs stay."""
         rows, address = self._table.rows_of(source)
         here = rows >= first
         found = self._table.get(self._name, address[here])
-        values = np.zeros((stop - first, *found.shape[1:]), found.dtype)
+        values = np.full((stop - first, *found.shape[1:]), self._fill(), found.dtype)
+        if source in self._saved and here.sum() < stop - first:
+            stream = list(self._source.index.numbers)[source - 1]
+            for old_first, old in self._source.snapshot.column(self._name, [stream]).values():
+                kept = old[max(0, first - old_first) :][: stop - max(first, old_first)]
+                values[max(0, old_first - first) :][: len(kept)] = kept
         values[rows[here] - first] = found
         return values
