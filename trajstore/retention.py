@@ -35,8 +35,9 @@ class Retention:
         steps: At most so many steps (transitions; final observations do not count).
         episodes: At most so many episodes.
         bytes: At most so many bytes on storage, estimated from what a step has taken so far.
-        age_s: Nothing older than so many seconds.
-        per_stream: Limits for the steps of each stream on its own.
+        age_s: Nothing older than so many seconds, counted from when steps are first taken up, by a batch or another
+            look at the buffer.
+        per_stream: Limits for the steps of each stream on its own; may be passed by one part in 256.
     """
 
     steps: int | None = None
@@ -190,6 +191,7 @@ class Retainer:
         """
         if not self.options.is_limited:
             return False
+        self._turn_due(now)
         arrived = self._source.take_arrivals()
         if len(arrived):
             self._arrive(arrived, now)
@@ -300,12 +302,16 @@ class Retainer:
             self._evict("removed", stream, episode, np.where(is_over, GONE, floor))
         return self.n_evicted - before
 
+    def _turn_due(self, now: float) -> None:
+        """Where age counts, what has arrived together is not held back for others that may come much later."""
+        is_aged = self.options.age_s is not None and self._page_time < now - self.options.age_s / _AGES
+        if is_aged and self._n_paged:
+            self._turn_pages(self._page_time, partial=True)
+
     def _drop_old(self, now: float) -> None:
-        if self.options.age_s is None:
-            return
-        if self._n_paged and self._page_time < now - self.options.age_s / _AGES:
-            self._turn_pages(now, partial=True)
-        self._drop_before(now - self.options.age_s)
+        if self.options.age_s is not None:
+            self._turn_due(now)
+            self._drop_before(now - self.options.age_s)
 
     def _drop_before(self, time: float) -> None:
         for number, queue in self._queues.items():

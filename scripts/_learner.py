@@ -1,0 +1,360 @@
+"""The process that trains: it collects, learns, saves checkpoints in pairs, and may be killed at any moment.
+
+A pair is a checkpoint of the buffer and a file of the agent, named after the checkpoint. What happens is told in lines of
+JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import trajstore
+from _agent import GAMMA, Agent, digest
+from _cartpole import Array, WithFrames, make_envs
+from trajstore import Linear, Priorities, ReplayBuffer, Windows
+from trajstore.gymnasium import VectorRecorder, schema_of
+
+N_PROOF = 3  # updates after every checkpoint that a resumed session must repeat to the bit
+N_KEPT = 3  # pairs
+N_RECENT = 20  # episodes in the mean that is shown while training
+WINDOWS = Windows.transitions(
+    n_step=3, gamma=GAMMA, fields=("observation/state", "action"), next_fields=("observation/state",)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run does; counts are of environment steps unless they say otherwise."""
+
+    seed: int
+    n_steps: int  # at the most
+    least_steps: int  # before it may end because the goal is reached
+    kill_at: int | None
+    goal: float | None  # mean return of greedy episodes; None: nothing is claimed
+    n_envs: int = 16
+    batch_size: int = 128
+    n_updates: int = 4  # for each step of all environments
+    n_greedy: int = 20  # episodes of an evaluation
+
+    @property
+    def capacity(self) -> int:
+        return self.n_steps // 4
+
+    @property
+    def checkpoint_every(self) -> int:
+        return self.n_steps // 16
+
+    @property
+    def evaluate_every(self) -> int:
+        return self.n_steps // 32
+
+    @property
+    def warm_up(self) -> int:
+        """Steps before the first update."""
+        return self.n_steps // 40
+
+    def noise(self, step: int) -> float:
+        """Share of random actions: from all to a fifth, over the first sixth of the run."""
+        return max(0.2, 1 - 0.8 * step / (self.n_steps / 6))
+
+    def rate(self, step: int) -> float:
+        """Part of the learning rate: from all to a tenth, over the first half of the run."""
+        return max(0.1, 1 - 0.9 * step / (self.n_steps / 2))
+
+
+def plan_of(seed: int, n_steps: int, *, is_killed: bool = True, is_quick: bool = False) -> Plan:
+    # Between two checkpoints, so that something is lost.
+    kill_at = int(0.28 * n_steps) if is_killed else None
+    if is_quick:
+        return Plan(seed, n_steps, n_steps, kill_at, None, n_envs=8, batch_size=32, n_updates=1, n_greedy=4)
+    return Plan(seed, n_steps, int(0.4 * n_steps), kill_at, 475.0)
+
+
+# ---- files of a run ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where a run keeps what."""
+
+    directory: Path
+
+    @property
+    def store(self) -> Path:
+        return self.directory / "store"
+
+    def agent(self, checkpoint: str) -> Path:
+        return self.directory / "agent" / f"{checkpoint}.pt"
+
+    def proof(self, checkpoint: str) -> Path:
+        return self.directory / "agent" / f"{checkpoint}.json"
+
+    def has_pair(self, checkpoint: str) -> bool:
+        return self.agent(checkpoint).exists() and self.proof(checkpoint).exists()
+
+    def newest_pair(self) -> str:
+        """Id of the newest checkpoint of the buffer that the agent was saved with.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        for checkpoint in reversed(trajstore.open(self.store).checkpoints):
+            if self.has_pair(checkpoint.id):
+                return checkpoint.id
+        raise FileNotFoundError(f"{self.directory}: no checkpoint has both a buffer and an agent")
+
+    def drop_all_but(self, checkpoints: set[str]) -> None:
+        for path in (self.directory / "agent").iterdir():
+            if path.suffix in (".pt", ".json") and path.stem not in checkpoints:
+                path.unlink()
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Any]:
+    """A file to write that appears at its place whole and durable, or not at all."""
+    path.parent.mkdir(exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+# ---- a session -----------------------------------------------------------------------------------------------
+
+
+class Session:
+    """One process's part of a run."""
+
+    def __init__(self, plan: Plan, files: Files, buffer: ReplayBuffer, agent: Agent, step: int) -> None:
+        self.plan, self.files, self.buffer, self.agent = plan, files, buffer, agent
+        self.step = self._first_step = step
+        self._loss = 0.0
+        self._n_updates = 0
+        self._seconds = dict.fromkeys(("collect", "sample", "learn", "prioritise", "evaluate", "save"), 0.0)
+        self._recent: deque[float] = deque(maxlen=N_RECENT)
+        self._ended: list[dict[str, Any]] = []  # since they were last told
+        self._drawn: Counter[int] = Counter()  # the same: by the policy version that collected the step
+        self._start = self._told = time.perf_counter()
+
+    def train(self) -> None:
+        """Collect and learn until the goal is reached or the steps are used up."""
+        envs = WithFrames(make_envs(self.plan.n_envs))
+        noted = {"metadata": lambda _: {"noise": self.plan.noise(self.step)}, "reward_dtype": "float32"}
+        recorder = VectorRecorder(envs, self.buffer, **noted)  # type: ignore[arg-type]
+        observation, _ = recorder.reset(seed=1_000_000 * self.plan.seed + self.step)
+        returns = np.zeros(self.plan.n_envs)
+        is_reached = False
+        while self.step < self.plan.n_steps and not is_reached:
+            with self._timed("collect"):
+                observation = self._collect(recorder, observation["state"], returns)
+            if self.step >= self.plan.warm_up:
+                for _ in range(self.plan.n_updates):
+                    self._update()
+            self._tell_progress()
+            is_reached = self._is_due(self.plan.evaluate_every) and self._evaluate()
+            if self._is_due(self.plan.checkpoint_every):
+                self._save()
+        self._finish(is_reached)
+        recorder.close()
+
+    def _is_due(self, every: int) -> bool:
+        """Whether the last step of all environments passed a multiple."""
+        return self.step // every > (self.step - self.plan.n_envs) // every
+
+    def _collect(self, recorder: VectorRecorder, state: Array, returns: Array) -> Any:
+        self.buffer.policy_version = self.agent.n_updates
+        action = self.agent.act(state, self.plan.noise(self.step))
+        observation, reward, terminated, truncated, _ = recorder.step(action)
+        self.step += self.plan.n_envs
+        returns += reward
+        for env in np.flatnonzero(terminated | truncated):
+            self._recent.append(float(returns[env]))
+            end = "terminated" if terminated[env] else "truncated"
+            self._ended.append({"step": self.step, "return": float(returns[env]), "end": end})
+            returns[env] = 0
+        return observation
+
+    def _update(self) -> tuple[dict[str, Any], torch.Tensor]:
+        with self._timed("sample"):
+            batch = self.buffer.sample(self.plan.batch_size)
+        with self._timed("learn"):
+            error, self._loss = self.agent.learn(batch, rate=self.plan.rate(self.step))
+        with self._timed("prioritise"):
+            self.buffer.update_priorities(batch["index"], error)
+        self._drawn.update(batch["policy_version"].tolist())
+        self._n_updates += 1
+        return batch, error
+
+    # ---- checkpoints
+
+    def _save(self) -> None:
+        """Save a pair, and with it a fingerprint of what comes next."""
+        with self._timed("save"):
+            start = time.perf_counter()
+            checkpoint = self.buffer.save_checkpoint(f"step-{self.step}", wait=True, keep_last=N_KEPT)
+            with replacing(self.files.agent(checkpoint)) as file:
+                torch.save({"agent": self.agent.state_dict(), "step": self.step}, file)
+            seconds = time.perf_counter() - start
+        with replacing(self.files.proof(checkpoint)) as file:
+            file.write(json.dumps({"digest": self.prove(), "n_updates": N_PROOF}).encode())
+        self.files.drop_all_but({c.id for c in self.buffer.checkpoints})
+        tell("checkpoint", step=self.step, id=checkpoint, seconds=seconds)
+
+    def prove(self) -> str:
+        """Make the next few updates; a fingerprint of their batches, errors and of the agent that comes of them."""
+        updates = [self._update() for _ in range(N_PROOF)]
+        learned = {"network": self.agent.network.state_dict(), "target": self.agent.target.state_dict()}
+        return digest(*({"batch": batch, "error": error} for batch, error in updates), learned)
+
+    # ---- telling
+
+    def _evaluate(self) -> bool:
+        """Play greedy episodes; says whether the run may end: the goal was reached, and then once more."""
+        with self._timed("evaluate"):
+            mean = self._greedy_mean(0)
+            tell("evaluated", step=self.step, mean=mean)
+            if self.plan.goal is None or self.step < self.plan.least_steps or mean < self.plan.goal:
+                return False
+            confirmed = self._greedy_mean(1)
+            tell("confirmed", step=self.step, mean=confirmed)
+            return confirmed >= self.plan.goal
+
+    def _greedy_mean(self, attempt: int) -> float:
+        n = self.plan.n_greedy
+        seed = 1_000_000 * self.plan.seed + 500_000 + 2 * n * self.step + n * attempt
+        return float(self.agent.greedy_returns(n, seed).mean())
+
+    def _tell_progress(self, every_s: float = 0.5) -> None:
+        now = time.perf_counter()
+        if now - self._told < every_s:
+            return
+        self._told = now
+        tell("progress", **self._figures())
+
+    def _figures(self) -> dict[str, Any]:
+        stats = self.buffer.stats()
+        seconds = time.perf_counter() - self._start
+        ended, drawn, self._ended, self._drawn = self._ended, self._drawn, [], Counter()
+        return {
+            "step": self.step,
+            "n_updates": self.agent.n_updates,
+            "loss": self._loss,
+            "return": float(np.mean(self._recent)) if self._recent else None,
+            "noise": self.plan.noise(self.step),
+            "steps_per_s": (self.step - self._first_step) / seconds,
+            "updates_per_s": self._n_updates / seconds,
+            "n_steps": stats["n_steps"],
+            "n_episodes": stats["n_episodes"],
+            "evicted": stats["evicted"]["steps"],
+            "ended": ended,
+            "drawn": sorted(drawn.items()),
+        }
+
+    def _finish(self, is_reached: bool) -> None:
+        self.buffer.flush()
+        sampling = self._n_updates * self.plan.batch_size / max(self._seconds["sample"], 1e-9)
+        tell(
+            "finished",
+            is_reached=is_reached,
+            **self._figures(),
+            seconds=self._seconds | {"all": time.perf_counter() - self._start},
+            sampled_per_s=sampling,
+            stats=self.buffer.stats(),
+            priorities=self.buffer.reader.priority_stats(WINDOWS),
+        )
+
+    @contextlib.contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[what] += time.perf_counter() - start
+
+
+def tell(event: str, **facts: Any) -> None:
+    print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def begin(plan: Plan, files: Files) -> Session:
+    envs = WithFrames(make_envs(plan.n_envs))
+    schema = schema_of(envs, episode={"noise": float}, reward_dtype="float32")
+    envs.close()
+    n_updates = plan.n_updates * plan.n_steps // plan.n_envs
+    buffer = ReplayBuffer(
+        files.store,
+        schema=schema,
+        capacity=plan.capacity,
+        sample=WINDOWS,
+        priorities=Priorities(alpha=0.5, beta=Linear(0.4, 1.0, n_updates)),
+        cache_bytes="256MiB",
+        buffer_bytes="32MiB",
+        commit_seconds=2.0,
+        grace_s=2.0,
+        seed=plan.seed,
+    )
+    tell("began", stream=buffer.stream, pid=os.getpid())
+    return Session(plan, files, buffer, Agent(plan.seed), 0)
+
+
+def resume(plan: Plan, files: Files) -> Session:
+    """Go on from the newest pair, and say whether what comes next is what came next before."""
+    checkpoint = files.newest_pair()
+    start = time.perf_counter()
+    buffer = ReplayBuffer.resume(files.store, checkpoint)
+    seconds = time.perf_counter() - start
+    saved = torch.load(files.agent(checkpoint), weights_only=True)
+    agent = Agent(plan.seed)
+    agent.load_state_dict(saved["agent"])
+    session = Session(plan, files, buffer, agent, int(saved["step"]))
+    expected = json.loads(files.proof(checkpoint).read_bytes())["digest"]
+    tell(
+        "resumed",
+        stream=buffer.stream,
+        pid=os.getpid(),
+        checkpoint=checkpoint,
+        step=session.step,
+        seconds=seconds,
+        n_steps=buffer.n_steps,
+        abandoned=sum(buffer.abandoned.values()),
+        expected=expected,
+        digest=session.prove(),
+    )
+    return session
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="scripts/_learner.py", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("plan", type=lambda text: Plan(**json.loads(text)), help="a Plan as JSON")
+    parser.add_argument("--resume", action="store_true")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # the network is tiny; and sums come out the same
+    files = Files(args.directory)
+    session = (resume if args.resume else begin)(args.plan, files)
+    with session.buffer:
+        session.train()
+    return 0
+
+
+def command(plan: Plan, files: Files, *, is_resumed: bool) -> list[str]:
+    """How to start this as a process of its own."""
+    words = [sys.executable, str(Path(__file__).resolve()), str(files.directory), json.dumps(asdict(plan))]
+    return words + ["--resume"] * is_resumed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
