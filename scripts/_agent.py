@@ -1,4 +1,4 @@
-"""A small agent: double Q-learning on n-step returns, with priorities. It knows nothing of where batches come from."""
+"""A small agent: double Q-learning on n-step returns. It knows nothing of where batches come from."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from _cartpole import Array, make_envs
 from torch import Tensor, nn
 
-from _cartpole import Array, make_envs
-
 GAMMA = 0.99
-_SCALE = (1 / 2.4, 1 / 2.0, 1 / 0.2, 1 / 2.0)  # of position, speed, angle and angular speed: about 1 in what is seen
+_SCALE = (
+    1 / 2.4,
+    1 / 2.0,
+    1 / 0.2,
+    1 / 2.0,
+)  # of position, speed, angle, angular speed: to about 1
 _REWARD = 0.2  # what a reward counts, so that values lie between 0 and 20
 _TAU = 0.02  # by how much the target follows with each update
+_LEAST_ERROR = 1e-3  # in units of reward; a priority of exactly 0 would mean: never again
 _HIDDEN = 128
 
 
@@ -61,7 +66,7 @@ class Agent:
         return chosen
 
     def learn(self, batch: Mapping[str, Any], *, rate: float = 1.0) -> tuple[Tensor, float]:
-        """One update, with a part of the learning rate; returns the errors in units of reward, and the loss."""
+        """One update, with a part of the learning rate; returns errors, in units of reward, and the loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * rate
         value = self.network(batch["observation"]["state"]).gather(-1, batch["action"][:, None]).squeeze(-1)
@@ -69,11 +74,11 @@ class Agent:
         losses = nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none")
         loss = (batch["priority"]["weight"] * losses).mean()
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self._follow()
         self.n_updates += 1
-        return error.detach().abs() / _REWARD, float(loss.detach())
+        return (error.detach().abs() / _REWARD).clamp(min=_LEAST_ERROR), float(loss.detach())
 
     @torch.no_grad()
     def _goal(self, batch: Mapping[str, Any]) -> Tensor:

@@ -1,7 +1,7 @@
 """The process that trains: it collects, learns, saves checkpoints in pairs, and may be killed at any moment.
 
-A pair is a checkpoint of the buffer and a file of the agent, named after the checkpoint. What happens is told in lines of
-JSON on standard output.
+A pair is a checkpoint of the buffer and a file of the agent, named after the checkpoint. What happens is told in
+lines of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
-
-import trajstore
 from _agent import GAMMA, Agent, digest
 from _cartpole import Array, WithFrames, make_envs
+
+import trajstore
 from trajstore import Linear, Priorities, ReplayBuffer, Windows
 from trajstore.gymnasium import VectorRecorder, schema_of
 
@@ -54,17 +54,19 @@ class Plan:
         return self.n_steps // 4
 
     @property
-    def checkpoint_every(self) -> int:
-        return self.n_steps // 16
-
-    @property
-    def evaluate_every(self) -> int:
-        return self.n_steps // 32
+    def save_every(self) -> int:
+        """Steps from one evaluation and checkpoint to the next."""
+        return self.n_steps // 20
 
     @property
     def warm_up(self) -> int:
         """Steps before the first update."""
         return self.n_steps // 40
+
+    @property
+    def bin_updates(self) -> int:
+        """How finely it is told which steps were drawn when, in updates."""
+        return max(1, self.n_updates * self.n_steps // self.n_envs // 100)
 
     def noise(self, step: int) -> float:
         """Share of random actions: from all to a fifth, over the first sixth of the run."""
@@ -80,7 +82,7 @@ def plan_of(seed: int, n_steps: int, *, is_killed: bool = True, is_quick: bool =
     kill_at = int(0.28 * n_steps) if is_killed else None
     if is_quick:
         return Plan(seed, n_steps, n_steps, kill_at, None, n_envs=8, batch_size=32, n_updates=1, n_greedy=4)
-    return Plan(seed, n_steps, int(0.4 * n_steps), kill_at, 475.0)
+    return Plan(seed, n_steps, n_steps // 2, kill_at, 475.0)
 
 
 # ---- files of a run ------------------------------------------------------------------------------------------
@@ -118,13 +120,13 @@ class Files:
 
     def drop_all_but(self, checkpoints: set[str]) -> None:
         for path in (self.directory / "agent").iterdir():
-            if path.suffix in (".pt", ".json") and path.stem not in checkpoints:
+            if path.name.partition(".")[0] not in checkpoints:
                 path.unlink()
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file to write that appears at its place whole and durable, or not at all."""
+    """A file to write that appears at its place whole, or not at all."""
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -148,7 +150,7 @@ class Session:
         self._seconds = dict.fromkeys(("collect", "sample", "learn", "prioritise", "evaluate", "save"), 0.0)
         self._recent: deque[float] = deque(maxlen=N_RECENT)
         self._ended: list[dict[str, Any]] = []  # since they were last told
-        self._drawn: Counter[int] = Counter()  # the same: by the policy version that collected the step
+        self._drawn: Counter[tuple[int, int]] = Counter()  # the same: when, and by which policy it was collected
         self._start = self._told = time.perf_counter()
 
     def train(self) -> None:
@@ -165,15 +167,16 @@ class Session:
             if self.step >= self.plan.warm_up:
                 for _ in range(self.plan.n_updates):
                     self._update()
-            self._tell_progress()
-            is_reached = self._is_due(self.plan.evaluate_every) and self._evaluate()
-            if self._is_due(self.plan.checkpoint_every):
+            is_due = self._is_due(self.plan.save_every)
+            self._tell_progress(0.0 if is_due else 0.25)
+            if is_due:
+                is_reached = self._evaluate()
                 self._save()
         self._finish(is_reached)
         recorder.close()
 
     def _is_due(self, every: int) -> bool:
-        """Whether the last step of all environments passed a multiple."""
+        """Whether the last step of the environments reached a multiple."""
         return self.step // every > (self.step - self.plan.n_envs) // every
 
     def _collect(self, recorder: VectorRecorder, state: Array, returns: Array) -> Any:
@@ -196,7 +199,8 @@ class Session:
             error, self._loss = self.agent.learn(batch, rate=self.plan.rate(self.step))
         with self._timed("prioritise"):
             self.buffer.update_priorities(batch["index"], error)
-        self._drawn.update(batch["policy_version"].tolist())
+        when, what = self.agent.n_updates // self.plan.bin_updates, batch["policy_version"] // self.plan.bin_updates
+        self._drawn.update((when, collected) for collected in what.tolist())
         self._n_updates += 1
         return batch, error
 
@@ -239,12 +243,11 @@ class Session:
         seed = 1_000_000 * self.plan.seed + 500_000 + 2 * n * self.step + n * attempt
         return float(self.agent.greedy_returns(n, seed).mean())
 
-    def _tell_progress(self, every_s: float = 0.5) -> None:
+    def _tell_progress(self, every_s: float) -> None:
         now = time.perf_counter()
-        if now - self._told < every_s:
-            return
-        self._told = now
-        tell("progress", **self._figures())
+        if now - self._told >= every_s:
+            self._told = now
+            tell("progress", **self._figures())
 
     def _figures(self) -> dict[str, Any]:
         stats = self.buffer.stats()
@@ -262,7 +265,7 @@ class Session:
             "n_episodes": stats["n_episodes"],
             "evicted": stats["evicted"]["steps"],
             "ended": ended,
-            "drawn": sorted(drawn.items()),
+            "drawn": [[*pair, n] for pair, n in sorted(drawn.items())],
         }
 
     def _finish(self, is_reached: bool) -> None:
@@ -302,7 +305,7 @@ def begin(plan: Plan, files: Files) -> Session:
         priorities=Priorities(alpha=0.5, beta=Linear(0.4, 1.0, n_updates)),
         cache_bytes="256MiB",
         buffer_bytes="32MiB",
-        commit_seconds=2.0,
+        commit_seconds=0.5,
         grace_s=2.0,
         seed=plan.seed,
     )

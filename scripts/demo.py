@@ -1,301 +1,318 @@
-"""Record CartPole episodes into a store, read them back in two ways, and draw what happened."""
+"""Train an agent from a replay buffer on disk, kill it half-way, resume it exactly, and reach the goal."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import itertools
+import json
 import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
-import gymnasium as gym
 import numpy as np
 import zarr
-from gymnasium.vector import AutoresetMode
-from matplotlib.figure import Figure
+from _cartpole import HEIGHT, TASK, WIDTH
+from _learner import N_PROOF, Files, Plan, command, plan_of
+from _plots import Run, plot_buffer, plot_learning
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import trajstore
-from trajstore import Field, Schema, Store
-
-Array = np.ndarray[Any, np.dtype[Any]]
-OnEpisode = Callable[[int, int], None]  # episodes recorded so far, steps of the newest
 
 ROOT = Path(__file__).resolve().parent.parent
-TASK = "CartPole-v1"
-MAX_STEPS = 500  # where CartPole-v1 truncates
-GAINS = np.array([0.1, 0.3, 3.0, 1.0])  # of position, speed, angle, angular speed
-NOISE = (1.0, 0.3)  # share of random actions in the first and in the last episode
-CONTROLLED = -1  # in a plan: this action is the controller's
-HEIGHT, WIDTH = 48, 64
-COLOURS = {"terminated": "#c8553d", "truncated": "#2a6f97", "cut": "#8a8a8a"}
+N_STEPS, QUICK_STEPS, LEAST_STEPS = 40_000, 1_600, 800
+FAILED = 1
+PIPE_WIDTH = 140  # columns, where the output is no terminal
 
-SCHEMA = Schema(
-    {
-        "observation": {
-            "state": Field("float32", (4,), final=True),
-            "pixels": Field("uint8", (HEIGHT, WIDTH), final=True),
-        },
-        "action": Field("int64"),
-        "reward": Field("float32"),
-    },
-    episode={"noise": float},
-)
+Event = dict[str, Any]
 
 
-# ---- the policy: random at first, good in the end ------------------------------------------------------------
-
-
-def noise_of(episode: int, n_episodes: int) -> float:
-    """Share of random actions in an episode; falls from the first to the last."""
-    return float(np.interp(episode, [0, max(n_episodes - 1, 1)], NOISE))
-
-
-def plan(seed: int, episode: int, n_episodes: int) -> Array:
-    """For each step of an episode a random action, or `CONTROLLED`.
-
-    It depends on nothing but its arguments, so an episode can be repeated on its own.
-    """
-    rng = np.random.default_rng([seed, episode])
-    is_random = rng.random(MAX_STEPS) < noise_of(episode, n_episodes)
-    return np.where(is_random, rng.integers(0, 2, MAX_STEPS), CONTROLLED)
-
-
-def act(state: Array, planned: Array) -> Array:
-    """Push towards where the pole falls, unless the plan says otherwise."""
-    return np.where(planned == CONTROLLED, state @ GAINS > 0, planned).astype(np.int64)
-
-
-# ---- frames --------------------------------------------------------------------------------------------------
-
-
-def draw(state: Array) -> Array:
-    """Grey frames ``[n, HEIGHT, WIDTH]`` of states ``[n, 4]``; the pole is drawn twice as long as it is."""
-    row, column = np.ogrid[:HEIGHT, :WIDTH]
-    floor, pole = HEIGHT - 12, 26.0
-    x = (WIDTH / 2 + state[:, 0] * WIDTH / 5.6)[:, None, None]
-    sin, cos = np.sin(state[:, 2])[:, None, None], np.cos(state[:, 2])[:, None, None]
-    along = np.clip((column - x) * sin - (row - floor) * cos, 0, pole)
-    distance = np.hypot(column - x - along * sin, row - floor + along * cos)
-    frames = 255 - 150 * np.clip(2 - distance, 0, 1)
-    is_cart = (np.abs(column - x) < 7) & (row >= floor) & (row < floor + 6)
-    frames = np.where(is_cart, 40, frames)
-    frames[:, floor + 6] = 120
-    return frames.astype(np.uint8)
-
-
-def observe(state: Array) -> dict[str, Array]:
-    return {"state": state, "pixels": draw(state)}
-
-
-# ---- recording -----------------------------------------------------------------------------------------------
-
-
-def record(
-    url: str | Path,
-    *,
-    n_episodes: int = 300,
-    n_envs: int = 16,
-    seed: int = 0,
-    on_episode: OnEpisode | None = None,
-) -> Store:
-    """Record whole episodes of CartPole, from several environments at once, into a new store.
-
-    Args:
-        url: Where to create the store: a path or any fsspec URL.
-        n_episodes: How many; every one is recorded to its end.
-        n_envs: Environments that run side by side.
-        seed: The same seed gives the same episodes.
-        on_episode: Called at each end with the episodes recorded so far and the steps of this one.
-    """
-    store = trajstore.create(url, SCHEMA)
-    # The observation returned with an end is then already the next episode's first; the last one is in the info.
-    options = {"autoreset_mode": AutoresetMode.SAME_STEP}
-    n_envs = min(n_envs, n_episodes)
-    envs = gym.make_vec(TASK, num_envs=n_envs, vectorization_mode="sync", vector_kwargs=options)
-    with contextlib.closing(envs), store.writer("cartpole", commit_steps=4096) as writer:
-        _run(envs, writer, n_episodes, seed, on_episode or (lambda done, steps: None))
-    store.refresh()
-    return store
-
-
-def _run(envs: Any, writer: trajstore.Writer, n_episodes: int, seed: int, on_episode: OnEpisode) -> None:
-    n_envs = envs.num_envs
-    waiting = iter(range(n_envs, n_episodes))
-    done = itertools.count(1)
-    episode = np.arange(n_envs)
-    plans = np.stack([plan(seed, k, n_episodes) for k in episode])
-    t = np.zeros(n_envs, int)
-    active = np.arange(n_envs)  # the others go on stepping, but nobody records them
-    state, _ = envs.reset(seed=seed)
-    while len(active):
-        action = act(state, plans[np.arange(n_envs), t])
-        following, reward, terminated, truncated, info = envs.step(action)
-        step = {
-            "observation": observe(state[active]),
-            "action": action[active],
-            "reward": reward[active].astype(np.float32),
-        }
-        writer.append(step, envs=active)
-        t += 1
-        for env in active[(terminated | truncated)[active]]:
-            writer.end_episode(
-                int(env),
-                terminated=bool(terminated[env]),
-                truncated=bool(truncated[env]),
-                final={"observation": _first(observe(info["final_obs"][env][None]))},
-                metadata={"noise": noise_of(int(episode[env]), n_episodes)},
-            )
-            on_episode(next(done), int(t[env]))
-            episode[env] = next(waiting, -1)
-            if episode[env] >= 0:
-                plans[env] = plan(seed, int(episode[env]), n_episodes)
-        t[terminated | truncated] = 0
-        active = np.flatnonzero(episode >= 0)
-        state = following
-
-
-def _first(values: dict[str, Array]) -> dict[str, Array]:
-    return {name: value[0] for name, value in values.items()}
-
-
-# ---- reading back --------------------------------------------------------------------------------------------
-
-
-def read_with_zarr(url: str | Path) -> Iterator[tuple[str, int, dict[str, Array]]]:
-    """Every episode as stream, number and rows of each field, by plain zarr alone.
-
-    A stream's ``spans/ints`` says which rows belong to which episode; an episode's last row holds only its final
-    observation, so the other fields end one row earlier.
-    """
-    streams: Any = zarr.open_group(str(url), mode="r")["streams"]
-    for name, stream in streams.groups():
-        spans = stream["spans/ints"]
-        columns = dict(zip(spans.attrs["columns"], spans[:].T, strict=True))
-        fields = {path: stream[f"steps/{path}"][:] for path in SCHEMA}
-        for episode in np.unique(columns["episode"]):
-            mine = np.flatnonzero(columns["episode"] == episode)
-            ranges = zip(columns["row_start"][mine], columns["row_stop"][mine], strict=True)
-            rows = np.concatenate([np.arange(start, stop) for start, stop in ranges])
-            n_steps = len(rows) - columns["has_final"][mine[-1]]
-            yield name, int(episode), {p: a[rows if SCHEMA[p].final else rows[:n_steps]] for p, a in fields.items()}
-
-
-def verify(store: Store, url: str | Path) -> int:
-    """Check that trajstore and plain zarr see the same bytes; returns how many.
-
-    Raises:
-        RuntimeError: They do not.
-    """
-    n_bytes = n_episodes = 0
-    for stream, episode, ours in read_with_zarr(url):
-        theirs = store.read_episode((stream, episode))
-        theirs |= {f"observation/{name}": value for name, value in theirs.pop("observation").items()}
-        for path, rows in ours.items():
-            if rows.dtype != theirs[path].dtype or rows.tobytes() != theirs[path].tobytes():
-                raise RuntimeError(f"episode {episode} of {stream}: zarr reads '{path}' differently")
-            n_bytes += rows.nbytes
-        n_episodes += 1
-    if n_episodes != len(store):
-        raise RuntimeError(f"zarr sees {n_episodes} episodes, trajstore {len(store)}")
-    return n_bytes
-
-
-def stored_bytes(url: str | Path) -> int:
-    filesystem, path = fsspec.core.url_to_fs(str(url))
-    return int(filesystem.du(path))
+class DemoError(Exception):
+    """The run did not show what it should."""
 
 
 # ---- showing -------------------------------------------------------------------------------------------------
 
 
-def running_mean(values: Array, n: int) -> Array:
-    """Mean of each value and of up to ``n - 1`` before it."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    stop = np.arange(1, len(values) + 1)
-    start = np.maximum(stop - n, 0)
-    means: Array = (sums[stop] - sums[start]) / (stop - start)
-    return means
+class Show:
+    """Says what happens: with a bar where there is a terminal, in plain lines elsewhere."""
+
+    def __init__(self, console: Console, plan: Plan) -> None:
+        self.console, self.plan = console, plan
+        words = "{task.fields[said]}"
+        columns = (TextColumn("  training"), BarColumn(24), TextColumn(words), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self._task = self._progress.add_task("", total=plan.n_steps, said="starting")
+        self._newest: Event | None = None
+        self._means: list[str] = []  # of greedy episodes, since the last checkpoint
+
+    def heading(self, number: int, text: str) -> None:
+        self.console.print(f"\n[bold]{number}  {text}[/bold]")
+
+    def line(self, text: str) -> None:
+        self.console.print(f"   {text}")
+
+    @contextlib.contextmanager
+    def bar(self) -> Iterator[None]:
+        with self._progress:
+            yield
+
+    def take(self, event: Event) -> None:
+        kind = event["event"]
+        if kind in ("progress", "finished"):
+            self._newest = event
+            self._progress.update(self._task, completed=event["step"], said=figures(event))
+        elif kind in ("evaluated", "confirmed"):
+            self._means.append(f"{event['mean']:.0f}")
+        elif kind == "checkpoint":
+            self._say_saved(event)
+
+    def _say_saved(self, event: Event) -> None:
+        greedy = f"greedy return {', then '.join(self._means)}; saved [cyan]{event['id']}[/cyan]"
+        now = f" | {figures(self._newest)}" if self._newest and not self.console.is_terminal else ""
+        self.line(f"step {event['step']:>6,}: {greedy} ({event['seconds']:.2f} s){now}")
+        self._means = []
 
 
-def plot(store: Store, path: Path) -> None:
-    """Returns, lengths, and frames of the first and of the last episode, as a PNG."""
-    figure = Figure(figsize=(11, 7.2), layout="constrained")
-    top, bottom = np.asarray(figure.subfigures(2, 1, height_ratios=[1.5, 1]))
-    returns_axes, lengths_axes = top.subplots(1, 2, width_ratios=[1.7, 1])
-    _plot_returns(returns_axes, store)
-    _plot_lengths(lengths_axes, store)
-    _plot_frames(bottom, store)
-    figure.savefig(path, dpi=130)
+def figures(event: Event) -> str:
+    """The newest figures in one line."""
+    mean = "-" if event["return"] is None else f"{event['return']:.0f}"
+    rates = f"{event['steps_per_s']:,.0f} steps/s, {event['updates_per_s']:,.0f} batches/s"
+    return f"return {mean} (exploring), loss {event['loss']:.4f}, {rates}"
 
 
-def _plot_returns(axes: Any, store: Store) -> None:
-    returns, ends = store.episodes["return"], store.episodes["end"]
-    for end in sorted(set(ends)):
-        at = np.flatnonzero(ends == end)
-        axes.scatter(at, returns[at], s=14, alpha=0.65, linewidths=0, color=COLOURS[end], label=end)
-    n = max(len(returns) // 12, 2)
-    axes.plot(running_mean(returns, n), color="#222222", linewidth=1.8, label=f"mean of {n}")
-    axes.set(title="Return of each episode", xlabel="episode", ylabel="return", ylim=(0, MAX_STEPS * 1.06))
-    axes.legend(loc="upper left", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+# ---- processes -----------------------------------------------------------------------------------------------
 
 
-def _plot_lengths(axes: Any, store: Store) -> None:
-    lengths, ends = store.episodes["length"], store.episodes["end"]
-    kinds = sorted(set(ends))
-    axes.hist(
-        [lengths[ends == end] for end in kinds],
-        bins=np.linspace(0, MAX_STEPS, 21).tolist(),
-        stacked=True,
-        color=[COLOURS[end] for end in kinds],
-        label=kinds,
-    )
-    axes.set(title="How long episodes last", xlabel="steps", ylabel="episodes")
-    axes.legend(loc="upper center", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+@contextlib.contextmanager
+def started(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that is gone at the end, whatever happens."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
-def _plot_frames(figure: Any, store: Store, n_frames: int = 8) -> None:
-    grid = figure.subplots(2, n_frames)
-    for row, episode in zip(grid, (0, len(store) - 1), strict=True):
-        about = store.episodes.row(episode)
-        pixels = store.read_episode(episode, fields=["observation/pixels"])["observation"]["pixels"]
-        times = np.linspace(0, len(pixels) - 1, n_frames).round().astype(int)
-        for axes, t in zip(row, times, strict=True):
-            axes.imshow(pixels[t], cmap="gray", vmin=0, vmax=255)
-            axes.set_title(f"t = {t}", fontsize=9)
-            axes.set(xticks=[], yticks=[])
-        row[0].set_ylabel(f"episode {episode}\n{about['end']}", fontsize=9)
-    figure.suptitle("Frames of the first and of the last episode", fontsize=12)
+def events_of(process: subprocess.Popen[str]) -> Iterator[Event]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        with contextlib.suppress(json.JSONDecodeError):  # a line that the kill cut off
+            yield json.loads(line)
 
 
-def summary(store: Store, seconds: dict[str, float], n_verified: int, url: str | Path) -> Table:
-    episodes = store.episodes
-    n_steps, on_disk = int(episodes["length"].sum()), stored_bytes(url)
-    raw = store.snapshot.n_rows * SCHEMA.row_bytes
-    ends = ", ".join(f"{int((episodes['end'] == end).sum())} {end}" for end in sorted(set(episodes["end"])))
-    quarters = [f"{part.mean():.0f}" for part in np.array_split(episodes["return"], 4) if len(part)]
-    table = Table(title=f"{TASK} in {store.url}", title_justify="left", show_header=False)
+class Demo:
+    """A run: its processes, what they told, and how large the store was meanwhile."""
+
+    def __init__(self, plan: Plan, files: Files, show: Show) -> None:
+        self.plan, self.files, self.show = plan, files, show
+        self.sessions: list[list[Event]] = []
+        self.sizes: list[tuple[int, int, int]] = []  # step, bytes on disk, bytes of what the buffer holds
+        self._row_bytes = 0
+
+    @property
+    def finished(self) -> Event:
+        return self.sessions[-1][-1]
+
+    def first_session(self) -> None:
+        """Train; until the end, or until the plan says to kill it.
+
+        Raises:
+            DemoError: The process failed.
+        """
+        with started(command(self.plan, self.files, is_resumed=False)) as process:
+            self.show.heading(1, f"Training in a process of its own (pid {process.pid})")
+            about = f"{self.plan.n_envs} environments, a buffer of {self.plan.capacity:,} steps, prioritised"
+            self.show.line(f"{about}; every step with state, {HEIGHT} x {WIDTH} frame, action and reward.")
+            is_killed = self._follow(process, self.plan.kill_at)
+        if not is_killed:
+            self._check_ended(process)
+            return
+        if process.returncode != -signal.SIGKILL:
+            raise DemoError(f"the process was to end by signal 9, it ended with {process.returncode}")
+        self.show.heading(2, f"kill -9 {process.pid}, in the middle of everything")
+        self._look_at_the_remains()
+
+    def second_session(self) -> None:
+        """Resume from the newest pair of checkpoints, and train on.
+
+        Raises:
+            DemoError: The process failed.
+        """
+        with started(command(self.plan, self.files, is_resumed=True)) as process:
+            self.show.heading(3, f"Resuming in a new process (pid {process.pid})")
+            self._follow(process, None)
+        self._check_ended(process)
+
+    def _follow(self, process: subprocess.Popen[str], kill_at: int | None) -> bool:
+        """Show what a process tells until it ends, or kill it at a step; says which."""
+        told: list[Event] = []
+        self.sessions.append(told)
+        with self.show.bar():
+            for event in events_of(process):
+                told.append(event)
+                if event["event"] == "resumed":
+                    self._say_resumed(event)
+                self.show.take(event)
+                self._measure(event)
+                if kill_at is not None and event["event"] == "progress" and event["step"] >= kill_at:
+                    process.send_signal(signal.SIGKILL)
+                    process.wait()
+                    return True
+        process.wait()
+        return False
+
+    def _check_ended(self, process: subprocess.Popen[str]) -> None:
+        told = self.sessions[-1]
+        if process.returncode != 0 or not told or told[-1]["event"] != "finished":
+            raise DemoError(f"training ended with {process.returncode}; what went wrong stands above")
+
+    def _measure(self, event: Event) -> None:
+        if event["event"] not in ("checkpoint", "finished"):
+            return
+        if not self._row_bytes:
+            schema = trajstore.open(self.files.store).schema
+            assert schema is not None
+            self._row_bytes = schema.row_bytes
+        held = [e["n_steps"] for e in self.sessions[-1] if "n_steps" in e]
+        if held:
+            self.sizes.append((event["step"], stored_bytes(self.files.store), held[-1] * self._row_bytes))
+
+    def _look_at_the_remains(self) -> None:
+        store = trajstore.open(self.files.store)
+        last = max(event["step"] for event in self.sessions[0] if "step" in event)
+        self.show.line(f"It had told of step {last:,} and had no chance to tidy up.")
+        self.show.line(f"The store opens: {len(store):,} episodes, {len(store.checkpoints)} checkpoints.")
+        self.sizes = [size for size in self.sizes if size[0] <= last]
+
+    def _say_resumed(self, event: Event) -> None:
+        line = self.show.line
+        line(f"Buffer and agent of [cyan]{event['checkpoint']}[/cyan] are back ({event['seconds']:.2f} s).")
+        line(f"The buffer holds {event['n_steps']:,} steps. {event['abandoned']:,} rows that were committed later")
+        line("stay readable in the store and are never mixed in. The environments start anew: episodes that were")
+        line("open at the checkpoint read as cut.")
+        if event["digest"] == event["expected"]:
+            said = f"the same as before the kill, bit by bit (sha256 {event['digest'][:12]})"
+            line(f"[green]The next {N_PROOF} batches, their errors and the weights after them: {said}.[/green]")
+
+    # ---- the outcome
+
+    @property
+    def is_exact(self) -> bool | None:
+        """Whether the resumed process went on as the killed one had; None: nothing was resumed."""
+        resumed = [e for session in self.sessions for e in session if e["event"] == "resumed"]
+        return all(e["digest"] == e["expected"] for e in resumed) if resumed else None
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.is_exact is False:
+            found.append(f"the {N_PROOF} updates after resuming differ from those before the kill")
+        if self.plan.kill_at is not None and self.is_exact is None:
+            found.append("nothing was resumed")
+        if self.plan.goal is not None and not self.finished["is_reached"]:
+            found.append(
+                f"a mean return of {self.plan.goal:.0f} was not reached within {self.plan.n_steps:,} steps"
+            )
+        return found
+
+
+# ---- reading back --------------------------------------------------------------------------------------------
+
+
+def stored_bytes(directory: Path) -> int:
+    """Bytes of all files below; those that go meanwhile count nothing."""
+    total = 0
+    for path in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def count_same_bytes(url: Path, n_episodes: int = 20) -> int:
+    """Read the newest episodes with trajstore and with plain zarr; how many bytes were the same.
+
+    Raises:
+        DemoError: Some were not.
+    """
+    store, group = trajstore.open(url), zarr.open_group(str(url), mode="r")
+    n_bytes = 0
+    for i in range(max(len(store) - n_episodes, 0), len(store)):
+        key, row = store.episodes.key(i), store.episodes.row(i)
+        if row["is_headless"]:
+            continue
+        stream: Any = group[f"streams/{key.stream}"]
+        spans = stream["spans/ints"]
+        columns = dict(zip(spans.attrs["columns"], spans[:].T, strict=True))
+        mine = np.flatnonzero(columns["episode"] == key.episode)
+        rows = np.concatenate([np.arange(columns["row_start"][k], columns["row_stop"][k]) for k in mine])
+        ours = store.read_episode(key)["observation"]["pixels"]
+        theirs = stream["steps/observation/pixels"].oindex[rows[: len(ours)]]
+        if ours.tobytes() != theirs.tobytes():
+            raise DemoError(f"episode {key.episode} of {key.stream}: zarr reads its frames differently")
+        n_bytes += theirs.nbytes
+    return n_bytes
+
+
+# ---- the end -------------------------------------------------------------------------------------------------
+
+
+def report(demo: Demo, n_same: int, seconds: float) -> Table:
+    finished, plan = demo.finished, demo.plan
+    stats, spent = finished["stats"], finished["seconds"]
+    cache, priorities = stats["cache"], finished["priorities"]
+    _, stored, decoded = demo.sizes[-1]
+    n_batches = finished["updates_per_s"]
+    since = "in all" if demo.is_exact is None else "since it was resumed"
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 3))
     table.add_column(style="bold")
     table.add_column()
-    table.add_row("episodes", f"{len(store):,} ({ends})")
-    table.add_row("steps", f"{n_steps:,}, each with state, {HEIGHT} x {WIDTH} frame, action and reward")
-    table.add_row("mean return by quarter", " → ".join(quarters))
-    table.add_row("commits", f"{sum(stream.commit for stream in store.streams)} while recording")
-    table.add_row("bytes", f"{mib(on_disk)} stored, {mib(raw)} raw: {raw / on_disk:.0f} times smaller")
-    table.add_row("same bytes in plain zarr", f"yes, {mib(n_verified)} compared")
-    rate = n_steps / seconds["recorded"]
-    took = ", ".join(f"{what} in {s:.1f} s" for what, s in seconds.items())
-    table.add_row("time", f"{took}; {rate:,.0f} steps/s, environments and drawing included")
+    for name, text in {
+        "return": _outcome(demo),
+        "throughput": f"{finished['steps_per_s']:,.0f} environment steps/s and {n_batches:,.0f} batches/s, that is"
+        f" {n_batches * plan.batch_size:,.0f} windows/s, all in one thread",
+        "drawing": f"{finished['sampled_per_s']:,.0f} windows/s of the time spent in sample()",
+        "time went to": ", ".join(f"{what} {100 * s / spent['all']:.0f} %" for what, s in _largest(spent)),
+        "buffer": f"{stats['n_steps']:,} steps in {stats['n_episodes']:,} episodes;"
+        f" {stats['evicted']['steps']['steps']:,} steps evicted, {stats['n_sampled']:,} windows drawn",
+        "priorities": f"{priorities['min']:.2g} to {priorities['max']:.2g}, effective size"
+        f" {priorities['effective_sample_size']:,.0f} of {priorities['n_windows']:,} windows",
+        "bytes": f"{mib(stored)} on disk, checkpoints and what they keep included; the buffer's steps are"
+        f" {mib(decoded)} decoded",
+        "cache": f"{cache['hits']:,} hits, {cache['misses']:,} misses, {mib(cache['bytes_read'])} read from disk"
+        f" {since}",
+        "commits": f"{stats['writer']['commits']:,}, {stats['writer']['committed_rows']:,} rows {since};"
+        f" {stats['storage']['n_chunks_deleted']:,} chunks of evicted steps deleted",
+        "plain zarr": f"reads the frames of the newest episodes as trajstore does ({mib(n_same)} compared)",
+        "all of it": f"{seconds:.0f} s",
+    }.items():
+        table.add_row(name, text)
     return table
+
+
+def _outcome(demo: Demo) -> str:
+    plan = demo.plan
+    if plan.goal is None:
+        return "a quick run, which claims nothing"
+    told = [e for e in demo.sessions[-1] if e["event"] in ("evaluated", "confirmed")]
+    mean = f"{told[-1]['mean']:.0f} over {plan.n_greedy} greedy episodes" if told else "no greedy episode"
+    verdict = f"after {demo.finished['step']:,} steps" if demo.finished["is_reached"] else "not reached"
+    return f"{mean} (goal {plan.goal:.0f}, twice in a row: {verdict})"
+
+
+def _largest(seconds: dict[str, float]) -> list[tuple[str, float]]:
+    parts = [(what, s) for what, s in seconds.items() if what != "all"]
+    return sorted(parts, key=lambda part: -part[1])
 
 
 def mib(n_bytes: int) -> str:
@@ -303,50 +320,45 @@ def mib(n_bytes: int) -> str:
 
 
 def short(path: str | Path) -> str:
-    """The path as one would type it here; URLs as they are."""
-    if "://" in str(path):
-        return str(path)
+    """The path as one would type it here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith(os.pardir) else relative
 
 
-def next_steps(url: str, image: Path) -> str:
-    where = short(url)
-    found = f"\nStore:   {where}\nPicture: {short(image)}\n"
-    if url.startswith("memory:"):
-        return found  # gone with this process, so there is nothing to try
-    return f"""{found}
-Try next, with {short(sys.executable)}:
+def next_steps(files: Files, pictures: Sequence[Path]) -> str:
+    where, bin_ = short(files.store), Path(sys.executable).parent
+    longest = int(np.argmax(trajstore.open(files.store).episodes["length"]))
+    return f"""
+Store:    {where}
+Pictures: {", ".join(short(picture) for picture in pictures)}
+
+Look at it:
+
+  {short(bin_ / "trajstore")} info {where}
+  {short(bin_ / "trajstore")} verify {where}
+
+or with {short(sys.executable)}:
 
   import trajstore
   store = trajstore.open({where!r})
-  store.episodes.to_pandas()                           # one row an episode
-  store.read_episode(0, fields=["action"], stop=10)    # a few steps of one field
+  store.episodes.to_pandas()  # one row an episode
+  store.read_episode({longest}, fields=["action"], stop=10)  # a few steps of one field
+  buffer = trajstore.ReplayBuffer.resume({where!r}, "latest")  # go on
 
-  import zarr                                          # the same store, without trajstore
+  import zarr  # the same store, without trajstore
   zarr.open_group({where!r}, mode="r").tree()
 
-Or open notebooks/explore_a_store.ipynb, with TRAJSTORE_DEMO={url if "://" in url else Path(url).resolve()}
-"""
+Or open notebooks/explore_a_store.ipynb, with TRAJSTORE_DEMO={files.store.resolve()}"""
 
 
 # ---- the command ---------------------------------------------------------------------------------------------
 
 
 def fresh(path: Path) -> Path:
-    """The path, or the first of path-2, path-3, ... at which neither a store nor a picture is."""
+    """The path, or the first of path-2, path-3, ... at which there is nothing yet."""
     path = path.resolve()
     names = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2)))
-    return next(p for p in names if not _is_taken(p) and not picture_of(p).exists())
-
-
-def _is_taken(path: Path) -> bool:
-    return path.exists() and not (path.is_dir() and not any(path.iterdir()))
-
-
-def picture_of(path: Path) -> Path:
-    # Beside the store, not in it: everything inside a store is Zarr.
-    return path.with_name(f"{path.name}.png")
+    return next(p for p in names if not p.exists() or (p.is_dir() and not any(p.iterdir())))
 
 
 def natural(text: str, least: int = 0) -> int:
@@ -355,73 +367,67 @@ def natural(text: str, least: int = 0) -> int:
     return int(text)
 
 
-def positive(text: str) -> int:
-    return natural(text, 1)
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/demo",
-        description="Record CartPole episodes into a store while a policy gets better, read them back with "
-        "trajstore and with plain zarr, check that both see the same bytes, and draw what happened.",
-        epilog="Without options: 300 episodes into runs/demo, in well under a minute.",
+        description=f"An agent learns {TASK} from a prioritised replay buffer on disk, in a process that is killed "
+        "half-way with SIGKILL. A new process resumes buffer and agent from the newest checkpoint, shows that it "
+        "goes on exactly as the first one did, and learns on until the agent reaches its goal. Ends with 1 if it "
+        "does not, or if anything differs.",
+        epilog="Without options this takes a minute or two and leaves the store and two pictures in runs/demo.",
     )
     parser.add_argument(
-        "--out",
+        "--directory",
         type=Path,
         default=ROOT / "runs" / "demo",
         metavar="DIR",
-        help="directory for the store, the picture beside it; if taken, DIR-2, DIR-3, ... (default: runs/demo)",
+        help="where store, agent and pictures go; if it is taken, DIR-2, DIR-3, ... (default: runs/demo)",
     )
+    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of everything (default: 0)")
     parser.add_argument(
-        "--url",
-        help="put the store at this fsspec URL instead (memory://x, s3://bucket/x, ...); the picture goes by --out",
+        "--steps",
+        type=lambda text: natural(text, LEAST_STEPS),
+        metavar="N",
+        help=f"environment steps, at the most (default: {N_STEPS:,}; quick: {QUICK_STEPS:,})",
     )
-    parser.add_argument(
-        "--episodes", type=positive, default=300, metavar="N", help="episodes to record (default: 300)"
-    )
-    parser.add_argument(
-        "--envs", type=positive, default=16, metavar="N", help="environments side by side (default: 16)"
-    )
-    parser.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="same seed, same episodes (default: 0)"
-    )
+    parser.add_argument("--no-kill", action="store_true", help="let the first process train to the end")
+    parser.add_argument("--quick", action="store_true", help="a few seconds, without a claim on the return")
     return parser.parse_args(argv)
 
 
-def record_with_progress(console: Console, url: str, args: argparse.Namespace) -> Store:
-    counts = TextColumn("episodes, {task.fields[steps]:,} steps")
-    columns = (TextColumn("recording"), BarColumn(), MofNCompleteColumn(), counts, TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=args.episodes, steps=0)
-
-        def show(done: int, steps: int) -> None:
-            progress.update(task, completed=done, steps=progress.tasks[task].fields["steps"] + steps)
-
-        return record(url, n_episodes=args.episodes, n_envs=args.envs, seed=args.seed, on_episode=show)
+def run(args: argparse.Namespace, console: Console) -> int:
+    start = time.perf_counter()
+    n_steps = args.steps or (QUICK_STEPS if args.quick else N_STEPS)
+    plan = plan_of(args.seed, n_steps, is_killed=not args.no_kill, is_quick=args.quick)
+    files = Files(fresh(args.directory))
+    files.directory.mkdir(parents=True, exist_ok=True)
+    demo = Demo(plan, files, Show(console, plan))
+    console.print(f"[bold]trajstore[/bold]: learning {TASK} from a replay buffer at {short(files.store)}")
+    demo.first_session()
+    if plan.kill_at is not None:
+        demo.second_session()
+    n_same = count_same_bytes(files.store)
+    pictures = [files.directory / name for name in ("learning.png", "buffer.png")]
+    told = Run(demo.sessions)
+    plot_learning(told, plan.goal, pictures[0])
+    plot_buffer(told, demo.sizes, pictures[1], capacity=plan.capacity, bin_updates=plan.bin_updates)
+    demo.show.heading(2 if args.no_kill else 4, "What came of it")
+    console.print(report(demo, n_same, time.perf_counter() - start))
+    console.print(next_steps(files, pictures), markup=False)
+    for problem in demo.problems():
+        console.print(f"[bold red]FAILED: {problem}[/bold red]")
+    return FAILED if demo.problems() else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    console = Console(highlight=False)
-    out = fresh(args.out)
-    url = args.url or str(out)
-    picture_of(out).parent.mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
+    is_terminal = sys.stdout.isatty()
+    console = Console(highlight=False, soft_wrap=not is_terminal, width=None if is_terminal else PIPE_WIDTH)
     try:
-        record_with_progress(console, url, args)
-    except trajstore.TrajstoreError as error:
+        return run(args, console)
+    except (DemoError, trajstore.TrajstoreError) as error:
         print(f"scripts/demo: {error}", file=sys.stderr)
-        return 1
-    recorded = time.perf_counter()
-    store = trajstore.open(url)
-    n_verified = verify(store, url)
-    verified = time.perf_counter()
-    plot(store, picture_of(out))
-    seconds = {"recorded": recorded - start, "verified": verified - recorded}
-    console.print(summary(store, seconds, n_verified, url))
-    console.print(next_steps(url, picture_of(out)), markup=False, soft_wrap=True)
-    return 0
+        return FAILED
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
-"""The demo: what it records is what CartPole did, and what it draws is there."""
+"""The demo: a real process is really killed, the next goes on exactly, and what is left is what was said."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+import json
+import re
+import shutil
 import struct
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,184 +19,324 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
+import zarr
 
 import trajstore
+from trajstore.verifying import verify
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-N_EPISODES, N_ENVS, SEED = 24, 4, 3
-LIMITS = np.array([2.4, np.inf, 12 * np.pi / 180, np.inf], np.float32)
+
+
+class Modules:
+    """The scripts, which find each other only beside each other."""
+
+    def __init__(self) -> None:
+        self.demo, self.learner, self.agent, self.plots, self.cartpole = map(
+            importlib.import_module, ("demo", "_learner", "_agent", "_plots", "_cartpole")
+        )
 
 
 @pytest.fixture(scope="module")
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("trajstore_demo", SCRIPTS / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def scripts() -> Iterator[Modules]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(SCRIPTS)
+        yield Modules()
 
 
 @pytest.fixture(scope="module")
-def out(demo: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the demo has put a store, from the command line on."""
-    out = tmp_path_factory.mktemp("runs") / "demo"
-    assert demo.main(arguments(out)) == 0
-    return out
+def demo(scripts: Modules) -> ModuleType:
+    return scripts.demo
+
+
+def run_demo(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPTS / "demo.py"), "--quick", "--directory", str(directory), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
-def store(out: Path) -> trajstore.Store:
-    return trajstore.open(out)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs") / "demo"
 
 
-def arguments(out: Path, *more: str) -> list[str]:
-    numbers = {"--episodes": N_EPISODES, "--envs": N_ENVS, "--seed": SEED, "--out": out}
-    return [str(word) for pair in numbers.items() for word in pair] + list(more)
+@pytest.fixture(scope="module")
+def finished(directory: Path) -> subprocess.CompletedProcess[str]:
+    """A quick run from the command line on, with its kill."""
+    return run_demo(directory, "--seed", "3")
 
 
-def states(store: trajstore.Store, i: int) -> np.ndarray[Any, Any]:
-    """All observed states of an episode, the final one included."""
-    state: np.ndarray[Any, Any] = store.read_episode(i)["observation"]["state"]
-    return state
+@pytest.fixture(scope="module")
+def printed(finished: subprocess.CompletedProcess[str]) -> str:
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
 
 
-def is_outside(state: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return (np.abs(state) > LIMITS).any(axis=-1)
+@pytest.fixture(scope="module")
+def store(printed: str, directory: Path) -> trajstore.Store:
+    return trajstore.open(directory / "store")
 
 
-def replayed(demo: ModuleType, env: Any, episode: int, seed: int | None) -> dict[str, Any]:
-    """One episode in a single environment, under the same plan."""
-    planned = demo.plan(SEED, episode, N_EPISODES)
-    state, _ = env.reset(seed=seed)
-    seen, actions, rewards, ends = [state], [], [], (False, False)
-    while not any(ends):
-        action = int(demo.act(state[None], planned[[len(actions)]])[0])
-        state, reward, *ends, _ = env.step(action)
-        seen.append(state)
-        actions.append(action)
-        rewards.append(reward)
-    return {"state": np.array(seen), "action": actions, "reward": rewards, "end": tuple(ends)}
+@pytest.fixture
+def files(scripts: Modules, printed: str, directory: Path, tmp_path: Path) -> Any:
+    """The files of the run, to be changed."""
+    shutil.copytree(directory, tmp_path / "copy")
+    return scripts.learner.Files(tmp_path / "copy")
 
 
-def png_size(path: Path) -> tuple[int, int]:
-    head = path.read_bytes()[:24]
-    assert head.startswith(b"\x89PNG\r\n\x1a\n")
-    return struct.unpack(">II", head[16:])
+def resumed(scripts: Modules, files: Any, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What a session tells that resumes from these files."""
+    plan = scripts.learner.plan_of(3, scripts.demo.QUICK_STEPS, is_quick=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        scripts.learner.resume(plan, files).buffer.close()
+    finally:
+        torch.set_num_threads(threads)
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return told
 
 
-def test_the_demo_records_as_many_whole_episodes_as_asked(store: trajstore.Store) -> None:
-    assert len(store) == N_EPISODES
-    assert set(store.episodes["end"]) == {"terminated", "truncated"}
-    assert store.episodes["has_final"].all()
-    assert sorted(set(store.episodes["env"])) == list(range(N_ENVS))
+# ---- the run
 
 
-def test_every_episode_is_what_a_single_environment_does(demo: ModuleType, store: trajstore.Store) -> None:
-    table = store.episodes
-    for lane in range(N_ENVS):
-        with gym.make("CartPole-v1") as env:
-            for k, i in enumerate(np.flatnonzero(table["env"] == lane)):
-                want = replayed(demo, env, int(table["episode"][i]), SEED + lane if k == 0 else None)
-                got = store.read_episode(int(i))
-                np.testing.assert_array_equal(got["observation"]["state"], want["state"])
-                assert got["action"].tolist() == want["action"]
-                assert got["reward"].tolist() == want["reward"]
-                assert (table["end"][i] == "terminated", table["end"][i] == "truncated") == want["end"]
+def test_the_killed_process_is_resumed_bit_by_bit(printed: str) -> None:
+    pid, again = re.findall(r"\(pid (\d+)\)", printed)
+    assert pid != again
+    assert f"kill -9 {pid}" in printed
+    assert "the same as before the kill, bit by bit" in printed
+    assert "FAILED" not in printed
 
 
-def test_an_episode_terminates_where_and_only_where_cartpole_leaves_its_limits(store: trajstore.Store) -> None:
-    for i, end in enumerate(store.episodes["end"]):
-        outside = is_outside(states(store, i))
-        assert outside[-1] == (end == "terminated")
-        assert not outside[:-1].any()
+def test_the_second_session_came_of_the_checkpoint_that_is_named(printed: str, store: trajstore.Store) -> None:
+    named = re.search(r"Buffer and agent of (\S+) are back", printed)
+    assert named is not None
+    assert store.streams[-1].checkpoint == named[1]
+    assert [stream.is_sealed for stream in store.streams] in (
+        [True],
+        [False, True],
+    )  # the first, if not all evicted
 
 
-def test_truncated_episodes_have_exactly_the_steps_of_the_time_limit(store: trajstore.Store) -> None:
-    lengths, is_truncated = store.episodes["length"], store.episodes["end"] == "truncated"
-    assert set(lengths[is_truncated]) == {500}
-    assert lengths[~is_truncated].max() <= 500
+def test_steps_were_evicted_and_the_buffer_holds_its_capacity(printed: str, demo: ModuleType) -> None:
+    held = re.search(r"buffer +([\d,]+) steps in [\d,]+ episodes; ([\d,]+) steps evicted", printed)
+    assert held is not None
+    n_steps, n_evicted = (int(text.replace(",", "")) for text in held.groups())
+    capacity = demo.plan_of(3, demo.QUICK_STEPS, is_quick=True).capacity
+    assert 0.9 * capacity < n_steps <= capacity
+    assert n_evicted > 0
 
 
-def test_returns_equal_lengths_and_rise(store: trajstore.Store) -> None:
-    returns = store.episodes["return"]
-    np.testing.assert_array_equal(returns, store.episodes["length"])
-    assert returns[-N_EPISODES // 4 :].mean() > 3 * returns[: N_EPISODES // 4].mean()
+def test_figures_and_places_are_printed_in_plain_lines(printed: str, directory: Path) -> None:
+    names = ("throughput", "drawing", "buffer", "priorities", "bytes", "cache", "commits", "plain zarr")
+    assert all(re.search(rf"^ +{name} ", printed, re.MULTILINE) for name in names)
+    assert f"trajstore.open('{directory / 'store'}')" in printed
+    assert f"info {directory / 'store'}" in printed
+    assert "\x1b" not in printed
 
 
-def test_every_episode_says_how_noisy_its_policy_was(demo: ModuleType, store: trajstore.Store) -> None:
-    expected = [demo.noise_of(int(k), N_EPISODES) for k in store.episodes["episode"]]
-    assert store.episodes["noise"].tolist() == expected
+def test_the_code_that_is_printed_runs(printed: str, tmp_path: Path) -> None:
+    lines = re.findall(r"^  (import .*|store.*|zarr\..*)$", printed, re.MULTILINE)
+    assert len(lines) >= 6
+    subprocess.run([sys.executable, "-W", "error", "-c", "\n".join(lines)], check=True, cwd=tmp_path, timeout=120)
 
 
-def test_frames_show_the_state_they_stand_beside(demo: ModuleType, store: trajstore.Store) -> None:
-    observation = store.read_episode(0)["observation"]
-    np.testing.assert_array_equal(observation["pixels"], demo.draw(observation["state"]))
-    assert len(np.unique(observation["pixels"].reshape(len(observation["pixels"]), -1), axis=0)) > 2
+# ---- what is left
 
 
-def test_plain_zarr_walks_the_demos_store_without_a_warning(out: Path, store: trajstore.Store) -> None:
-    names = [name for name, _ in store.zarr_group().members(max_depth=None)]
-    assert any(name.endswith("steps/observation/pixels") for name in names)
+def test_every_check_of_the_store_is_clean(store: trajstore.Store) -> None:
+    assert verify(store.url).problems == []
 
 
-def test_verifying_notices_a_single_byte_that_differs(
-    demo: ModuleType, out: Path, store: trajstore.Store, monkeypatch: pytest.MonkeyPatch
+def test_plain_zarr_walks_the_store_without_a_warning(store: trajstore.Store) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        names = {name for name, _ in zarr.open_group(store.url, mode="r").members(max_depth=None)}
+    for stream in store.streams:
+        assert {f"streams/{stream.id}/steps/observation/{name}" for name in ("pixels", "state")} <= names
+
+
+def test_there_is_an_agent_for_every_checkpoint_and_no_other(
+    scripts: Modules, store: trajstore.Store, directory: Path
 ) -> None:
-    assert demo.verify(store, out) == store.snapshot.n_rows * demo.SCHEMA.row_bytes - N_EPISODES * (8 + 4)
-    *first, (stream, episode, rows) = demo.read_with_zarr(out)
-    rows["reward"][-1] += 1
-    monkeypatch.setattr(demo, "read_with_zarr", lambda url: [*first, (stream, episode, rows)])
-    with pytest.raises(RuntimeError, match="zarr reads 'reward' differently"):
-        demo.verify(store, out)
+    files = scripts.learner.Files(directory)
+    ids = [checkpoint.id for checkpoint in store.checkpoints]
+    assert len(ids) == scripts.learner.N_KEPT
+    assert all(files.has_pair(id_) for id_ in ids)
+    assert len(list((directory / "agent").iterdir())) == 2 * len(ids)
+    saved = [torch.load(files.agent(id_), weights_only=True)["step"] for id_ in ids]
+    assert saved == sorted(saved)
+    assert files.newest_pair() == ids[-1]
 
 
-def test_the_picture_is_a_png_of_readable_size(out: Path) -> None:
-    width, height = png_size(out.with_name("demo.png"))
+def test_episodes_are_what_cartpole_does(store: trajstore.Store) -> None:
+    whole = np.flatnonzero(~store.episodes["is_headless"] & (store.episodes["end"] != "cut"))
+    assert len(whole) >= 5
+    with gym.make("CartPole-v1") as env:
+        env.reset(seed=0)
+        for i in whole.tolist():
+            episode = store.read_episode(i)
+            state, cartpole = episode["observation"]["state"], env.unwrapped
+            for t, action in enumerate(episode["action"].tolist()):
+                cartpole.state = tuple(state[t].astype(float))  # type: ignore[attr-defined]
+                cartpole.steps_beyond_terminated = None  # type: ignore[attr-defined]
+                after, reward, terminated, *_ = cartpole.step(action)
+                np.testing.assert_allclose(state[t + 1], after, atol=1e-5)
+                is_last = t == len(episode["action"]) - 1
+                assert terminated == (is_last and store.episodes["end"][i] == "terminated")
+                assert reward == episode["reward"][t]
+
+
+def test_episodes_that_were_open_at_a_checkpoint_read_as_cut(store: trajstore.Store) -> None:
+    ends = trajstore.open(store.url, at=store.checkpoints[-1].id).episodes["end"]
+    assert 1 <= (ends == "cut").sum() <= 8
+    assert set(ends) <= {"terminated", "truncated", "cut"}
+
+
+def test_episodes_say_how_noisy_their_policy_was(store: trajstore.Store) -> None:
+    noise = store.episodes["noise"][store.episodes["end"] == "terminated"]
+    assert ((noise >= 0.2) & (noise <= 1)).all()
+
+
+def test_frames_show_the_state_they_stand_beside(scripts: Modules, store: trajstore.Store) -> None:
+    longest = int(np.argmax(store.episodes["length"]))
+    observation = store.read_episode(longest)["observation"]
+    np.testing.assert_array_equal(observation["pixels"], scripts.cartpole.draw(observation["state"]))
+    assert len(np.unique(observation["pixels"], axis=0)) > 2
+
+
+@pytest.mark.parametrize("name", ["learning.png", "buffer.png"])
+def test_the_pictures_are_of_readable_size(printed: str, directory: Path, name: str) -> None:
+    head = (directory / name).read_bytes()[:24]
+    assert head.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", head[16:])
     assert 1000 <= width <= 3000
     assert 600 <= height <= 2000
-    assert out.with_name("demo.png").stat().st_size > 20_000
+    assert (directory / name).stat().st_size > 20_000
 
 
-def test_a_second_run_takes_a_fresh_directory_and_repeats_the_first(
-    demo: ModuleType, out: Path, store: trajstore.Store
+# ---- what would be noticed
+
+
+def test_a_run_that_is_resumed_again_is_exact_again(
+    scripts: Modules, files: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(arguments(out)) == 0
-    again = trajstore.open(out.with_name("demo-2"))
-    assert out.with_name("demo-2.png").exists()
-    np.testing.assert_array_equal(again.episodes["return"], store.episodes["return"])
+    told = resumed(scripts, files, capsys)
+    assert told["digest"] == told["expected"]
 
 
-def test_the_store_may_be_at_any_url(demo: ModuleType, tmp_path: Path) -> None:
-    assert demo.main(["--episodes", "3", "--out", str(tmp_path / "x"), "--url", "memory://demo-of-the-tests"]) == 0
-    assert len(trajstore.open("memory://demo-of-the-tests")) == 3
-    assert [p.name for p in tmp_path.iterdir()] == ["x.png"]
-
-
-def test_a_url_that_holds_a_store_is_refused_in_one_line(
-    demo: ModuleType, out: Path, capsys: pytest.CaptureFixture[str]
+def test_a_pair_without_its_proof_is_passed_over(
+    scripts: Modules, files: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(["--out", str(out), "--url", str(out)]) == 1
-    assert "is a store already" in capsys.readouterr().err
+    newest = files.newest_pair()
+    files.proof(newest).unlink()
+    told = resumed(scripts, files, capsys)
+    assert told["checkpoint"] != newest
+    assert told["digest"] == told["expected"]
 
 
-def test_the_report_says_what_was_recorded_and_where(
-    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_an_agent_that_differs_in_one_weight_is_noticed(
+    scripts: Modules, files: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert demo.main(["--episodes", "2", "--envs", "8", "--out", "x"]) == 0
-    printed = capsys.readouterr().out
-    assert "same bytes in plain zarr" in printed
-    assert "trajstore.open('x')" in printed
+    path = files.agent(files.newest_pair())
+    saved = torch.load(path, weights_only=True)
+    saved["agent"]["target"]["common.bias"] += 1e-6
+    torch.save(saved, path)
+    told = resumed(scripts, files, capsys)
+    assert told["digest"] != told["expected"]
 
 
-@pytest.mark.parametrize("words", [["--episodes", "0"], ["--envs", "-1"], ["--seed", "x"]])
+def test_a_fingerprint_depends_on_every_bit_name_and_shape(scripts: Modules) -> None:
+    digest, ones = scripts.agent.digest, torch.ones(2, 2)
+    other = torch.ones(2, 2)
+    other[1, 1] += 1e-7
+    trees = [
+        {"a": ones},
+        {"b": ones},
+        {"a": {"b": ones}},
+        {"a": ones.flatten()},
+        {"a": ones.double()},
+        {"a": other},
+    ]
+    assert len({digest(tree) for tree in trees}) == len(trees)
+    assert digest({"a": ones, "b": other}) == digest({"b": other.clone(), "a": ones.clone()})
+
+
+def outcome(demo: ModuleType, plan: Any, *sessions: list[dict[str, Any]]) -> list[str]:
+    told = demo.Demo(plan, None, None)
+    told.sessions = list(sessions)
+    problems: list[str] = told.problems()
+    return problems
+
+
+def test_runs_that_do_not_show_what_they_should_are_failures(demo: ModuleType) -> None:
+    plan = demo.plan_of(0, demo.N_STEPS)
+    good = {"event": "resumed", "digest": "a", "expected": "a"}
+    reached, missed = ({"event": "finished", "is_reached": value} for value in (True, False))
+    assert outcome(demo, plan, [], [good, reached]) == []
+    assert "not reached" in outcome(demo, plan, [], [good, missed])[0]
+    assert "differ" in outcome(demo, plan, [], [good | {"digest": "b"}, reached])[0]
+    assert "nothing was resumed" in outcome(demo, plan, [reached])[0]
+    assert outcome(demo, replace(plan, kill_at=None), [reached]) == []
+    assert outcome(demo, replace(plan, goal=None), [], [good, missed]) == []
+
+
+def test_a_problem_ends_the_command_with_a_failure(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit(3)"])
+    assert demo.main(["--quick", "--directory", str(tmp_path / "x")]) == 1
+    assert "training ended with 3" in capsys.readouterr().err
+
+
+def test_a_process_does_not_outlive_what_started_it(demo: ModuleType) -> None:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        demo.started([sys.executable, "-c", "import time; time.sleep(600)"]) as process,
+    ):
+        raise KeyboardInterrupt
+    assert process.returncode == -9
+
+
+def test_what_was_lost_with_the_kill_is_told_from_what_was_kept(scripts: Modules) -> None:
+    first = [{"event": "evaluated", "step": step} for step in (100, 200, 300)]
+    first.append({"event": "progress", "step": 320, "ended": [{"step": 150}, {"step": 310}]})
+    second = [{"event": "resumed", "step": 200}, {"event": "evaluated", "step": 300}]
+    run = scripts.plots.Run([first, second])
+    assert (run.resumed_at, run.killed_at) == (200, 320)
+    assert [e["step"] for e in run.of("evaluated")] == [100, 200, 300]
+    assert [e["step"] for e in run.of("evaluated", is_lost=True)] == [300]
+    assert run.ended() == [{"step": 150}]
+    assert run.ended(is_lost=True) == [{"step": 310}]
+
+
+def test_shares_of_draws_add_up_for_every_time(scripts: Modules) -> None:
+    told = [{"drawn": [[0, 0, 4], [1, 0, 3]]}, {"drawn": [[1, 1, 1], [3, 2, 5]]}]
+    shares = scripts.plots.drawn_shares(told)
+    np.testing.assert_array_equal(shares, [[1, 0, 0, 0], [0.75, 0.25, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]])
+
+
+# ---- the command
+
+
+def test_without_a_kill_one_process_trains_to_the_end_and_finds_a_directory_of_its_own(
+    printed: str, directory: Path
+) -> None:
+    finished = run_demo(directory, "--no-kill", "--steps", "800")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "Resuming" not in finished.stdout
+    second = directory.with_name("demo-2")
+    assert len(trajstore.open(second / "store").streams) == 1
+    assert {"learning.png", "buffer.png"} <= {path.name for path in second.iterdir()}
+
+
+@pytest.mark.parametrize("words", [["--steps", "0"], ["--steps", "100"], ["--seed", "-1"], ["--seed", "x"]])
 def test_numbers_out_of_range_are_refused(demo: ModuleType, words: list[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         demo.main(words)
 
 
-def test_help_names_every_option() -> None:
-    command = [sys.executable, str(SCRIPTS / "demo.py"), "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    assert all(option in shown for option in ("--out", "--url", "--episodes", "--envs", "--seed"))
+def test_help_names_every_option(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        demo.main(["--help"])
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--seed", "--steps", "--directory", "--no-kill", "--quick"))

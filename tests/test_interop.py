@@ -210,6 +210,15 @@ def test_zarr_walks_a_store_between_commits(live: tuple[Place, Store, Writer]) -
     assert nodes[f"streams/{writer.stream}/steps/reward"].shape == (2 * ROWS,)
 
 
+def test_zarr_walks_groups_that_have_both_groups_and_arrays(place: Place) -> None:
+    one = Field("float32")
+    schema = Schema({"a": {"b": {"c": one}, "d": one}, "e": {"f": {"g": one}, "h": one}, "reward": one})
+    store = trajstore.create(place.url, schema, fsync=False, **place.kwargs)
+    with store.writer() as writer:
+        writer.append({"a": {"b": {"c": 1.0}, "d": 1.0}, "e": {"f": {"g": 1.0}, "h": 1.0}, "reward": 1.0})
+    assert {f"streams/{writer.stream}/steps/{path}" for path in schema} <= set(walk(place))
+
+
 def test_zarr_walks_a_store_after_a_crash(live: tuple[Place, Store, Writer]) -> None:
     place, store, writer = live
     fill(writer, 2)

@@ -151,7 +151,12 @@ def test_every_way_to_append_and_to_end(memory: str) -> None:
         whole = buffer.sample_episodes(4)
         assert whole["obs"].shape[0] == 4
         assert sum(len(b["index"]) for b in buffer.epoch(3)) == 8
-    assert sorted(trajstore.open(memory).episodes["end"].tolist()) == ["aborted", "terminated", "terminated", "truncated"]
+    assert sorted(trajstore.open(memory).episodes["end"].tolist()) == [
+        "aborted",
+        "terminated",
+        "terminated",
+        "truncated",
+    ]
 
 
 def test_windows_of_a_batch_are_those_asked_for(memory: str) -> None:
@@ -196,7 +201,10 @@ def test_statistics_are_of_all_that_was_committed(memory: str) -> None:
         last.flush()
         assert last.statistics()["reward"]["count"] == 21
         assert last.statistics()["reward"]["mean"] == 10.0
-    with new_buffer(memory) as without, pytest.raises(ValueError, match="keeps no statistics; make it with statistics"):
+    with (
+        new_buffer(memory) as without,
+        pytest.raises(ValueError, match="keeps no statistics; make it with statistics"),
+    ):
         without.statistics()
 
 
@@ -245,14 +253,20 @@ def test_a_run_on_s3_is_resumed(new_place: Callable[[str], Place]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity": 3, "sample": Windows(length=4)}, "capacity: expected at least the 4 steps of a window, got 3"),
+        (
+            {"capacity": 3, "sample": Windows(length=4)},
+            "capacity: expected at least the 4 steps of a window, got 3",
+        ),
         (
             {"capacity": 7, "sample": Windows(length=2, burn_in=3, bootstrap=3, strict_context=True)},
             "capacity: expected at least the 8 steps of a window, got 7",
         ),
         ({"capacity": 8, "sample": Windows(length=4, stride=3)}, "at least the 10 steps of a window, got 8"),
         ({"capacity": 256, "sample": Windows(length=256)}, "at least the 256 steps of a window, got 256"),
-        ({"capacity": Retention(per_stream=Retention(steps=3)), "sample": Windows(length=4)}, "at least the 4 steps"),
+        (
+            {"capacity": Retention(per_stream=Retention(steps=3)), "sample": Windows(length=4)},
+            "at least the 4 steps",
+        ),
         ({"capacity": 0}, "steps: expected a positive integer, got 0"),
         ({"capacity": "many"}, "steps: expected a positive integer, got 'many'"),
         ({"cache_bytes": "nonsense"}, "cache_bytes: expected bytes as an int or like '4GiB', got 'nonsense'"),
@@ -313,8 +327,11 @@ def test_another_schema_is_refused_and_leaves_no_trace(memory: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"obs": np.zeros(4, np.float32)}, r"field 'obs': expected float32 of shape \(3,\), got float32 of shape \(4,\)"),
-        ({"obs": np.zeros(3, np.float64)}, r"field 'obs': expected float32 of shape \(3,\), got float64"),
+        (
+            {"obs": np.zeros(4, np.float32)},
+            r"field 'obs': expected float32 of shape \(3\), got float32 of shape \(4\)",
+        ),
+        ({"obs": np.zeros(3, np.float64)}, r"field 'obs': expected float32 of shape \(3\), got float64"),
         ({"action": 1.5}, "field 'action': expected int64"),
         ({"more": 1}, "more"),
     ],
@@ -348,7 +365,9 @@ def test_bad_calls_of_samples(memory: str) -> None:
         buffer.append(step(0, 0))
         with pytest.raises(ValueError, match="batch_size: expected a positive integer, got 0"):
             buffer.sample(0)
-        with pytest.raises(NotReadyError, match="no episode has 5 usable steps, so no such window exists; the longest"):
+        with pytest.raises(
+            NotReadyError, match="no episode has 5 usable steps, so no such window exists; the longest"
+        ):
             buffer.sample(4, Windows(length=5))
         with pytest.raises(TypeError, match="recentsteps"):
             buffer.sample(4, recentsteps=5)
@@ -388,7 +407,10 @@ def test_functions_have_to_be_given_again(memory: str) -> None:
         buffer.add_episode(episode(0, 10), terminated=True)
         buffer.save_checkpoint("a", wait=True)
         expected = buffer.sample(4)
-    with pytest.raises(DataError, match="option 'priorities.beta' was the function '.*lambda.*': give it again"):
+    with pytest.raises(
+        DataError,
+        match=r"option 'priorities.beta' was the function '.*lambda>', which no checkpoint can hold: give it",
+    ):
         resumed(memory)
     with resumed(memory, priorities=Priorities(beta=0.5)) as again:
         assert_same(again.sample(4), expected)
@@ -429,13 +451,13 @@ def test_a_closed_buffer_says_so(memory: str) -> None:
     buffer = new_buffer(memory, capacity=3, priorities=Priorities())
     for t in range(9):
         buffer.append(step(0, t))
-    buffer.n_steps
+    assert buffer.n_steps == 3
     for t in range(9, 20):
         buffer.append(step(0, t))
     buffer.close()
     buffer.close()
     for name, call in calls_of(buffer).items():
-        with pytest.raises(ClosedError, match="the buffer at memory://.* is closed"):
+        with pytest.raises(ClosedError, match=r"the buffer at memory://.* is closed"):
             call()
         assert name
     assert "closed" in repr(buffer)
@@ -485,7 +507,7 @@ def test_a_forked_child_is_told_to_open_a_buffer_of_its_own(memory: str) -> None
 def test_waiting_until_there_is_enough(memory: str) -> None:
     with new_buffer(memory) as buffer:
         assert not buffer.is_ready()
-        with pytest.raises(TimeoutError, match="waited 0.01 s for 5 steps in 2 episodes; there are 0 in 0"):
+        with pytest.raises(TimeoutError, match=r"waited 0.01 s for 5 steps in 2 episodes; there are 0 in 0"):
             buffer.wait_ready(min_steps=5, min_episodes=2, timeout_s=0.01)
         waiting = threading.Thread(target=buffer.wait_ready, kwargs={"min_steps": 5, "min_episodes": 2})
         waiting.start()
@@ -507,7 +529,7 @@ def test_coroutines_wait_while_others_go_on(memory: str) -> None:
             await asyncio.sleep(0.001)
 
     async def main() -> list[Any]:
-        with pytest.raises(TimeoutError, match="waited 0.01 s for 1 steps"):
+        with pytest.raises(TimeoutError, match=r"waited 0.01 s for 1 steps"):
             await buffer.ready(timeout_s=0.01)
         with pytest.raises(TimeoutError):  # whoever gives up leaves nothing behind that waits
             await asyncio.wait_for(buffer.ready(min_steps=100), 0.05)
@@ -563,7 +585,7 @@ def test_a_missing_checkpoint_is_named_with_those_there_are(memory: str) -> None
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint 'latest'; there are none"):
         resumed(memory)
     buffer.save_checkpoint("first", wait=True)
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint 'second'; there are 'first' of .*id first-"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 'second'; there are 'first' of .*id first-"):
         resumed(memory, "second")
     buffer.close()
 
@@ -596,7 +618,9 @@ def test_two_sessions_that_go_on_from_one_checkpoint_make_the_latest_ambiguous(m
     for number, branch in enumerate((left, right)):
         branch.add_episode(episode(10 + number, 5), terminated=True)
         branch.save_checkpoint(f"branch-{number}", wait=True)
-    with pytest.raises(AmbiguousCheckpointError, match=r"'latest' could be any of 'branch-0' .*, 'branch-1' .*give the id"):
+    with pytest.raises(
+        AmbiguousCheckpointError, match=r"'latest' could be any of 'branch-0' .*, 'branch-1' .*give the id"
+    ):
         resumed(memory)
     for number, branch in enumerate((left, right)):
         branch.refresh()
@@ -622,7 +646,7 @@ def test_what_was_written_after_a_checkpoint_is_abandoned_and_never_seen(memory:
         assert (again.n_steps, again.n_episodes) == (6, 2)
         batch = again.sample(300)
         assert set(batch["obs"][:, 0, 0].tolist()) == {0.0, 1.0}
-        is_cut = (batch["obs"][:, 0, 0] == 1)
+        is_cut = batch["obs"][:, 0, 0] == 1
         assert batch["is_last"][is_cut].all()
         assert not (batch["terminated"] | batch["truncated"])[is_cut].any()
     assert len(trajstore.open(memory).episodes) >= 3  # it stays readable
@@ -655,7 +679,7 @@ def test_a_store_is_opened_as_it_was(memory: str) -> None:
             assert store.read_episode(0)["obs"][:, 1].tolist() == [0, 1, 2, 3, 4]
             store.refresh()
             assert len(store) == number + 2
-            with pytest.raises(ClosedError, match="opened at checkpoint 'c.-.*' and never changes"):
+            with pytest.raises(ClosedError, match=r"opened at checkpoint 'c.-.*' and never changes"):
                 store.writer()
 
 
@@ -722,22 +746,23 @@ def test_batches_prefetched_from_steps_that_were_evicted_are_the_same_after_a_re
 
 def test_batches_go_on_while_what_was_prefetched_is_evicted(memory: str) -> None:
     with new_buffer(memory, capacity=20, sample=Windows(length=3), buffer_bytes="16KB") as buffer:
-        iterator = None
-        for number in range(100):
+        buffer.add_episode(episode(0, 7), terminated=True)
+        iterator = buffer.batches(8, prefetch=2)
+        for number in range(1, 100):
             buffer.add_episode(episode(number, 7), terminated=True)
             if number % 3 == 0:
                 buffer.flush()
-            iterator = iterator or buffer.batches(8, prefetch=2)
             batch = next(iterator)
             assert torch.equal(batch["obs"][..., 1], (batch["index"][:, 2:] + torch.arange(3)).float())
             assert torch.equal(batch["obs"][..., 0], batch["index"][:, 1:2].expand(8, 3).float())
-        assert iterator is not None
         iterator.close()
 
 
 def test_many_environments_with_wide_rows_can_be_sampled_at_once(memory: str) -> None:
     schema = Schema({"image": Field("uint8", (84, 84, 4))})
-    with ReplayBuffer(memory, schema=schema, cache_bytes="256MB", buffer_bytes="16MB", commit_seconds=None) as buffer:
+    with ReplayBuffer(
+        memory, schema=schema, cache_bytes="256MB", buffer_bytes="16MB", commit_seconds=None
+    ) as buffer:
         for t in range(2):
             buffer.append({"image": np.full((128, 84, 84, 4), t, np.uint8)}, envs=range(128))
             assert buffer.n_steps == 128 * (t + 1)
@@ -782,9 +807,8 @@ def test_training_goes_on_from_memory_while_the_disk_is_full(
         try:
             buffer.append(step(0, n))
             n += 1
-        except StorageError as error:
+        except StorageError:
             n_raised += 1
-            assert error.errno == no_space().errno  # type: ignore[attr-defined]
             if n_raised == 1:
                 assert buffer.n_steps == n  # told once; what could not be stored is sampled from memory
                 assert len(set(buffer.sample(500)["action"].flatten().tolist())) > 20
@@ -805,7 +829,7 @@ def test_training_goes_on_from_memory_while_the_disk_is_full(
 
 
 def test_a_failure_in_the_background_is_raised_once_by_the_next_call(
-    failing: tuple[FailWhile, Callable[..., ReplayBuffer]]
+    failing: tuple[FailWhile, Callable[..., ReplayBuffer]],
 ) -> None:
     plan, make = failing
     for name in ("sample", "n_steps", "is_ready", "stats", "append", "end_episode", "batches"):
@@ -835,10 +859,16 @@ def test_a_checkpoint_waits_for_room_and_is_complete_then(
     plan.error = no_space
     buffer.append(step(0, 1), terminated=True)
     buffer.save_checkpoint("a")
-    for call in (lambda: buffer.save_checkpoint("b"), buffer.flush, lambda: buffer.prune_checkpoints(1), buffer.close):
+    for call in (
+        lambda: buffer.save_checkpoint("b"),
+        buffer.flush,
+        lambda: buffer.prune_checkpoints(1),
+        buffer.close,
+    ):
+        with contextlib.suppress(StorageError):
+            call()  # may raise what the call before has left
         with pytest.raises(StorageError, match="No space left"):
-            for _ in range(2):  # the first failure may have been seen by the call before
-                call()
+            call()
     plan.error = None
     with contextlib.suppress(StorageError):  # that nobody has seen yet
         buffer.flush()
@@ -862,15 +892,18 @@ def test_a_close_that_failed_is_tried_again(
     assert trajstore.open(memory).episodes["end"].tolist() == ["cut"]
 
 
-def test_a_block_that_fails_keeps_its_own_exception(
-    failing: tuple[FailWhile, Callable[..., ReplayBuffer]]
-) -> None:
+def test_a_block_that_fails_keeps_its_own_exception(failing: tuple[FailWhile, Callable[..., ReplayBuffer]]) -> None:
     plan, make = failing
     before = threading.active_count()
-    with pytest.raises(KeyError, match="mine") as caught, make() as buffer:
-        buffer.append(step(0, 0))
-        plan.error = no_space
-        raise KeyError("mine")
+
+    def use() -> None:
+        with make() as buffer:
+            buffer.append(step(0, 0))
+            plan.error = no_space
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        use()
     assert "No space left" in caught.value.__notes__[0]
     wait_for(lambda: threading.active_count() <= before)
 
@@ -1040,6 +1073,30 @@ def test_a_checkpoint_is_one_moment_while_others_append(url: str) -> None:
             assert (lengths > 0).all()
             assert len(lengths) == len(bases)
             check(again.sample(64, Windows(length=3, boundary="strict")))
+
+
+def test_rows_that_nobody_looked_at_before_they_were_stored_are_not_taken_for_live_ones(memory: str) -> None:
+    plan = BlockPuts()
+    plan.gate.set()
+    with through(FaultyStorage(real_storage(memory), plan)):
+        buffer = new_buffer(memory)
+    for t in range(3):
+        for env in (0, 1):
+            buffer.append(step(env, t), env=env)
+    assert buffer.n_steps == 6  # looked at
+    for t in range(3, 6):
+        buffer.append(step(0, t), env=0)
+    buffer._writer.commit()
+    for t in range(6, 9):
+        buffer.append(step(0, t), env=0)
+    plan.gate.clear()
+    with buffer._writer._lock:
+        buffer._writer._pipeline.hand_off()  # on their way, and stuck there
+    batch = buffer.sample(400)
+    assert torch.equal(batch["obs"][:, 0, :2], batch["index"][:, 1:].float())
+    assert torch.equal(batch["action"][:, 0], batch["index"][:, 2])
+    plan.gate.set()
+    buffer.close()
 
 
 class SlowPuts(BlockPuts):

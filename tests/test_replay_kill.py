@@ -1,7 +1,7 @@
 """Training that is killed with SIGKILL again and again goes on exactly: batch by batch as if nothing had happened.
 
-Run as a script, this file is the nursery: it imports everything once and forks a child for every line on its standard
-input, so that a life starts in milliseconds. Children report on the nursery's standard output.
+Run as a script, this file is the nursery: it imports everything once and forks a child for every line on its
+standard input, so that a life starts in milliseconds. Children report on the nursery's standard output.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def _begun(url: str, kind: str) -> tuple[ReplayBuffer, int]:
     except (CheckpointNotFoundError, FileNotFoundError):
         made = {"seed": 5, "commit_seconds": 0.02, "grace_s": 0.0, "buffer_bytes": "256KB", "cache_bytes": "8MB"}
         buffer = ReplayBuffer(url, schema=SCHEMA, fsync=False, **made, **OPTIONS[kind])
-        buffer.save_checkpoint("turn-0", wait=True)  # else whoever comes after a kill would be shown what came before
+        buffer.save_checkpoint(
+            "turn-0", wait=True
+        )  # else whoever comes after a kill would be shown what came before
         return buffer, 0
     name = trajstore.open(url, at="latest", fsync=False)._at
     assert name is not None

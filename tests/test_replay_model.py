@@ -1,4 +1,4 @@
-"""A live buffer and its model, driven by the same random calls, show the same; interrupted runs go on bit by bit."""
+"""A live buffer and its model, driven by the same calls, show the same; interrupted runs go on bit by bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import trajstore
 from tests.test_live import check_masses
 from tests.test_reader import Episode as Facts
 from tests.test_reader import legal_starts
-from tests.test_replay import SCHEMA, crash, new_buffer, resumed
+from tests.test_replay import crash, new_buffer, resumed
 from trajstore import DataError, NotReadyError, Priorities, ReplayBuffer, Retention, SamplesPerInsert, Windows
 from trajstore.priorities import Linear
 from trajstore.schema import Array
@@ -213,7 +213,9 @@ class Model:
 # ---- batches against the model --------------------------------------------------------------------------
 
 
-def check_batch(model: Model, batch: dict[str, Any], spec: Windows, streams: list[str]) -> list[tuple[Episode, int]]:
+def check_batch(
+    model: Model, batch: dict[str, Any], spec: Windows, streams: list[str]
+) -> list[tuple[Episode, int]]:
     """Every value, mask and handle of a batch; returns its windows."""
     found = []
     for i, (stream, number, t) in enumerate(batch["index"].tolist()):
@@ -399,7 +401,9 @@ class BufferMachine(RuleBasedStateMachine):
     def note_end(self, env: int, end: str, has_final: bool) -> None:
         self.model.end((self.buffer.stream, self.open.pop(env)), end, has_final)
 
-    @rule(env=st.integers(0, ENVS - 1), end=st.sampled_from(("", "", "terminated", "truncated")), final=st.booleans())
+    @rule(
+        env=st.integers(0, ENVS - 1), end=st.sampled_from(("", "", "terminated", "truncated")), final=st.booleans()
+    )
     def append(self, env: int, end: str, final: bool) -> None:
         t = np.array(self.length(env))
         step, serial = self.steps((), t)
@@ -419,7 +423,9 @@ class BufferMachine(RuleBasedStateMachine):
             self.append(env, "", False)
 
     @rule(
-        envs=st.lists(st.integers(0, ENVS - 1), min_size=1, unique=True), seed=st.integers(0, 99), final=st.booleans()
+        envs=st.lists(st.integers(0, ENVS - 1), min_size=1, unique=True),
+        seed=st.integers(0, 99),
+        final=st.booleans(),
     )
     def append_many(self, envs: list[int], seed: int, final: bool) -> None:
         t = np.array([self.length(env) for env in envs])

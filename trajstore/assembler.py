@@ -179,6 +179,11 @@ class Assembler:
         """Episodes of the rows that arrived since this was last asked, in that order."""
         return self._live.take_arrivals() if self._live is not None else np.empty(0, np.int64)
 
+    @property
+    def unplaced(self) -> Array:
+        """Episodes of the writer that is followed that are open, or not placed for good yet."""
+        return self._live.unplaced if self._live is not None else np.empty(0, np.int64)
+
     def set_marks(self, marks: Mapping[str, int]) -> None:
         """Rows of streams below these are never asked for again."""
         self.index.set_marks(marks)

@@ -28,9 +28,9 @@ _PIECE = 64  # windows whose chunks are loaded at a time when a segment enters
 
 @dataclass(slots=True)
 class _Ready:
-    """A batch, and on a GPU the event after which it may be read."""
+    """A batch, and on a GPU the event after which it may be read; None where windows of it were gone by then."""
 
-    batch: dict[str, torch.Tensor]
+    batch: dict[str, torch.Tensor] | None
     event: Any = None
 
 
@@ -42,8 +42,10 @@ class _Planned:
     plan: Plan
     windows: torch.Tensor
     draw: Draw
+    low: torch.Tensor  # [B]: the first t that was there of each window's episode
     live_epoch: int
     version: int  # of the index
+    n_removed: int  # of the source
 
 
 @dataclass(slots=True)
@@ -106,10 +108,8 @@ class Batches(Iterator[Any]):
             raise StopIteration
         if self._admit is not None:
             self._admit(len(self._queue[0].windows))
-        queued = self._queue.popleft()
-        work = self._renewed(queued) if self._is_stale(queued) else queued.work
-        assert work is not None
-        ready = work.result() if isinstance(work, Future) else self._assemble(work, None)
+        ready = self._delivered(self._queue.popleft())
+        assert ready.batch is not None
         if ready.event is not None:
             stream = torch.cuda.current_stream(self._source.device)
             stream.wait_event(ready.event)
@@ -119,34 +119,45 @@ class Batches(Iterator[Any]):
                 tensor.record_stream(stream)
         return to_batch(ready.batch, self._as_tensordict)
 
-    def _is_stale(self, queued: _Queued) -> bool:
-        """Whether windows of a batch may be gone."""
-        return queued.work is None or (queued.n_removed != self._source.n_removed and self._can_redraw)
+    def _delivered(self, queued: _Queued) -> _Ready:
+        """The batch, with other windows in place of those that are gone."""
+        work = queued.work
+        if isinstance(work, Future) and not self._is_gone_by_now(queued):
+            ready = work.result()
+            if ready.batch is not None:
+                return ready
+        with self._source.lock:  # held until it is read: others may evict
+            if isinstance(work, _Planned) and not self._is_gone_by_now(queued):
+                return self._assemble(work, None)
+            return self._assemble(self._renewed(queued), None)
+
+    def _is_gone_by_now(self, queued: _Queued) -> bool:
+        if queued.n_removed == self._source.n_removed or not self._can_redraw:
+            return False
+        with self._source.lock:
+            return self._is_gone(queued)
 
     @property
     def _can_redraw(self) -> bool:
         return isinstance(self._draws, (RandomDraws, PrioritisedDraws))
 
-    def _renewed(self, queued: _Queued) -> Future[_Ready] | _Planned:
-        """A batch with other windows in place of those that are gone."""
+    def _renewed(self, queued: _Queued) -> _Planned:
+        """A plan of a batch with windows drawn anew in place of those that are gone."""
         assert isinstance(self._draws, (RandomDraws, PrioritisedDraws))
-        with self._source.lock:
-            kind, handles = queued.kind, queued.windows.cpu().numpy()
-            gone = self._gone(kind, handles, queued.low.cpu().numpy())
-            if queued.work is not None and not gone.any() and not self._are_goals_gone(queued):
-                return queued.work
-            n, probability, weight = queued.extras
-            draw = Draw(*(torch.zeros(len(gone), dtype=torch.int64, device=self._source.device) for _ in range(2)))
-            draw = replace(draw, n=n, probability=probability, weight=weight)
-            kept = np.flatnonzero(~gone)
-            draw = _with(draw, kept, self._source.draw_at(kind, handles[kept], None, is_strict=False))
-            if gone.any():
-                drawn = self._draws.draw(int(gone.sum()))
-                assert drawn is not None
-                draw = _with(draw, np.flatnonzero(gone), drawn[1])
-            if isinstance(queued.work, Future):
-                queued.work.cancel()
-            return self._planned(kind, draw)
+        kind, handles = queued.kind, queued.windows.cpu().numpy()
+        gone = self._gone(kind, handles, queued.low.cpu().numpy())
+        n, probability, weight = queued.extras
+        draw = Draw(*(torch.zeros(len(gone), dtype=torch.int64, device=self._source.device) for _ in range(2)))
+        draw = replace(draw, n=n, probability=probability, weight=weight)
+        kept = np.flatnonzero(~gone)
+        draw = _with(draw, kept, self._source.draw_at(kind, handles[kept], None, is_strict=False))
+        if gone.any():
+            drawn = self._draws.draw(int(gone.sum()))
+            assert drawn is not None
+            draw = _with(draw, np.flatnonzero(gone), drawn[1])
+        if isinstance(queued.work, Future):
+            queued.work.cancel()
+        return self._planned(kind, draw)
 
     def _are_goals_gone(self, queued: _Queued) -> bool:
         if queued.goals is None:
@@ -180,16 +191,16 @@ class Batches(Iterator[Any]):
     def _enqueue(self, kind: Kind, draw: Draw) -> None:
         planned = self._planned(kind, draw)
         extras = draw.n, draw.probability, draw.weight
-        low = self._source.index.t_base.device[draw.entry]
-        n_removed = self._source.n_removed
-        goals = planned.plan.known.get(GOAL_INDEX)
-        self._queue.append(_Queued(kind, planned.windows, low, extras, goals, n_removed, self._submit(planned)))
+        goals, n_removed = planned.plan.known.get(GOAL_INDEX), self._source.n_removed
+        work = self._submit(planned)
+        self._queue.append(_Queued(kind, planned.windows, planned.low, extras, goals, n_removed, work))
 
     def _planned(self, kind: Kind, draw: Draw, goals: torch.Tensor | None = None) -> _Planned:
         plan = self._plan(kind, draw, goals)
-        windows = plan.known["index"].clone()
-        windows[:, 2] = self._source.index.t_base.device[draw.entry] + draw.start
-        return _Planned(kind, plan, windows, draw, self._source.live_epoch, self._source.index.version)
+        source, windows = self._source, plan.known["index"].clone()
+        low = source.index.t_base.device[draw.entry]
+        windows[:, 2] = low + draw.start
+        return _Planned(kind, plan, windows, draw, low, source.live_epoch, source.index.version, source.n_removed)
 
     def _submit(self, planned: _Planned) -> Future[_Ready] | _Planned:
         if self._threads is None:
@@ -199,6 +210,8 @@ class Batches(Iterator[Any]):
     def _assemble(self, planned: _Planned, before: Any) -> _Ready:
         kind, plan = planned.kind, planned.plan
         with self._source.lock, _side_stream(self._source.device, before) as side:
+            if self._has_lost(planned):
+                return _Ready(None)
             if planned.live_epoch != self._source.live_epoch:  # steps have moved from live rows into the stream
                 draw = self._source.draw_at(kind, planned.windows.cpu().numpy(), planned.draw.n, is_strict=False)
                 draw = replace(planned.draw, entry=draw.entry, start=draw.start)
@@ -210,6 +223,13 @@ class Batches(Iterator[Any]):
             if self._ring is not None:
                 self._ring.give(batch)
             return _Ready(batch, side.record_event() if side is not None else None)
+
+    def _has_lost(self, planned: _Planned) -> bool:
+        """Whether windows are gone that could be drawn anew."""
+        if planned.n_removed == self._source.n_removed or not self._can_redraw:
+            return False
+        handles, low = planned.windows.cpu().numpy(), planned.low.cpu().numpy()
+        return bool(self._gone(planned.kind, handles, low).any())
 
     def __len__(self) -> int:
         """Batches of the whole epoch."""

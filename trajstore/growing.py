@@ -10,6 +10,7 @@ import torch
 from trajstore.schema import Array
 
 _FIRST = 64
+_MANY = 1 << 16
 
 
 class Growing:
@@ -54,6 +55,9 @@ class Growing:
     def rewrite(self, start: int, values: Array) -> None:
         """Replace everything from ``start`` on."""
         stop = start + len(values)
+        if not start and len(self._host) > 4 * stop + _MANY:  # nothing is kept: nor need the memory be
+            self._host = np.empty(stop + _FIRST, self._host.dtype)
+            self._mirror = self._mirrored()
         if stop > len(self._host):
             # An eighth of slack: a copy for every element on average eight times, memory close to what is needed.
             grown = np.empty(max(stop + _FIRST, stop + stop // 8), self._host.dtype)

@@ -24,6 +24,7 @@ from trajstore.snapshot import Snapshot
 from trajstore.spans import End, JoinedSpans, StreamSpans, join, ranges, span_table
 
 _MIN_DEAD = 1 << 16  # evicted entries whose memory is not worth giving back
+_MAX_HEADS = 1 << 14  # evictions after which what is derived from entries is made anew
 GONE = 1 << 62  # the first step that is left of an episode that was evicted whole
 
 HAS_FINAL = 1
@@ -327,26 +328,26 @@ class EpisodeIndex:
         Returns episode and t of those that belong to the writer that is followed and are not placed for good yet:
         whoever tells of them has to leave these steps out.
         """
-        for number in np.unique(stream):
+        for number in np.unique(stream[stream != self.numbers.get(self.followed, -1)]):
             mine = stream == number
             floors = self._floors[number]
             floors.put(episode[mine], np.maximum(floors.get(episode[mine]), t[mine]))
-        self._has_floors = True
+            self._has_floors = True
         entry = self.find(stream, episode)
         closed = (entry >= 0) & (entry < self.n_closed)
-        if closed.any():
-            stop = int(entry[closed].max()) + 1
-            lost = np.zeros(stop - self.first, np.int64)
-            lost[entry[closed] - self.first] = t[closed] - self.t_base.host[entry[closed]]
-            self._trim_head(stop, lost.clip(0))
         open_ = entry >= self.n_closed
         is_live = open_ & (stream == self.numbers.get(self.followed, -1))
-        if (open_ & ~is_live).any() and self._carried is not None:
-            self._take(join(self._above_floors(self._carried)))
         if is_live.any():
             base = self.t_base.host[entry[is_live]]
             stops = np.minimum(t[is_live], base + self.lengths_of(entry[is_live]))
             self._note_evicted(stream[is_live], episode[is_live], base, stops)
+        if closed.any():  # from here on entries may have moved
+            stop = int(entry[closed].max()) + 1
+            lost = np.zeros(stop - self.first, np.int64)
+            lost[entry[closed] - self.first] = t[closed] - self.t_base.host[entry[closed]]
+            self._trim_head(stop, lost.clip(0))
+        if (open_ & ~is_live).any() and self._carried is not None:
+            self._take(join(self._above_floors(self._carried)))
         self.version += 1
         return episode[is_live], t[is_live]
 
@@ -421,7 +422,7 @@ class EpisodeIndex:
         self._move_spans(span_stop, moved, (n - gone)[span_kept], int(self.logical.host[stop]))
         self._move_entries(stop, entries[kept], rows[kept], steps[kept], lost[kept])
         self.heads.append(stop)
-        if self.first > _MIN_DEAD and self.first > self.n // 2:
+        if (self.first > _MIN_DEAD and self.first > self.n // 2) or len(self.heads) > _MAX_HEADS:
             self._compact()
 
     def _move_spans(self, stop: int, columns: Sequence[Array], n: Array, end: int) -> None:
@@ -521,7 +522,8 @@ class EpisodeIndex:
             array.rewrite(0, array.host[first:].copy())
         for array in self._span_columns():
             array.rewrite(0, array.host[first_span:].copy())
-        for known in self._entries:
+        for number, known in enumerate(self._entries):
+            known.keep(self.episode.host[self.stream.host == number])
             known.map(-first)
         self.n, self.n_closed, self.first = self.n - first, self.n_closed - first, 0
         self._n_closed_spans, self._first_span = self._n_closed_spans - first_span, 0
@@ -594,9 +596,9 @@ class EpisodeIndex:
                 found[chosen] = self._entries[number].get(episode[chosen])
         return found
 
-    def table_of(self, stream: int) -> Array | None:
-        """The entry of each episode of a stream, or -1; None where some have outlandish numbers."""
-        return self._entries[stream].table
+    def entries_of(self, stream: int) -> ByEpisode:
+        """The entry of each episode of a stream, or -1."""
+        return self._entries[stream]
 
     def facts(self) -> tuple[Any, ...]:
         """What compiled loops need to know of episodes and spans, on the host."""

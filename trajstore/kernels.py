@@ -209,14 +209,19 @@ def addresses_of(
     handles: Array,
     stream: int,
     entries: Array,
+    first_entry: int,
     newest: int,
     logical: Array,
     flags: Array,
     t_base: Array,
     homes: Array,
+    first_home: int,
     address: Array,
 ) -> None:
-    """Addresses of the steps that handles of one stream name; -1 for evicted ones, -2 past the end, -3 unknown."""
+    """Addresses of the steps that handles of one stream name; -1 for evicted ones, -2 past the end, -3 unknown.
+
+    ``entries`` begins with episode ``first_entry``, ``homes`` with ``first_home``; what has an entry has a home.
+    """
     for i in range(len(handles)):
         if handles[i, 0] != stream:
             continue
@@ -224,13 +229,14 @@ def addresses_of(
         if episode < 0 or episode > newest or t < 0:
             address[i] = -3
             continue
-        e = entries[episode] if episode < len(entries) else np.int64(-1)
+        at = episode - first_entry
+        e = entries[at] if 0 <= at < len(entries) else np.int64(-1)
         if e < 0 or t < t_base[e]:
             address[i] = -1
         elif t - t_base[e] >= logical[e + 1] - logical[e] - (flags[e] & HAS_FINAL):
             address[i] = -2
         else:
-            address[i] = homes[episode] + t
+            address[i] = homes[episode - first_home] + t
 
 
 @compiled

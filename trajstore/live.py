@@ -117,7 +117,9 @@ class LiveEpisodes:
         # Of episodes, in order of number. Rows from "committed" to "live" lie in live rows; an episode goes on at
         # the live row "next", where there is "room" for so many.
         self._episodes = _Table(_COLUMNS)
-        self._spans = _Table(("episode", "t", "source", "row"))  # of an episode, in order of time
+        # Of an episode, in order of time. What is live may stop before the next begins: rows that went to disk before
+        # anybody looked are in no live row.
+        self._spans = _Table(("episode", "t", "source", "row", "stop"))
         self._n_ended = 0
         self._is_dropped = False
         self._n_stuck = -1  # free pages when there were too few
@@ -294,6 +296,7 @@ class LiveEpisodes:
             self._episodes["live"][slot] = self._episodes["n_rows"][slot] + count
         elif len(order):
             self._episodes["room"][slot] = 0  # these rows are in the stream; what follows begins another page
+            self._stop_live(ids, self._episodes["n_rows"][slot])
         is_back = (self._episodes["floor"][slot] >= self._episodes["n_rows"][slot]).any()  # evicted whole before
         self._episodes["n_rows"][slot] += count
         if self.keeps_arrivals:
@@ -304,6 +307,14 @@ class LiveEpisodes:
         else:
             self._is_longer = True
         return True
+
+    def _stop_live(self, ids: Array, t: Array) -> None:
+        """What is live of these episodes stops at ``t``."""
+        spans = self._spans
+        mine = np.flatnonzero(
+            (spans["source"] == LIVE) & (spans["stop"] == _NO_STOP) & np.isin(spans["episode"], ids)
+        )
+        spans["stop"][mine] = t[np.searchsorted(ids, spans["episode"][mine])]
 
     def _allot(self, ids: Array, slot: Array, count: Array, n_pages: Array) -> Array:
         """Live rows for so many more rows of episodes: what is left of their pages, then new ones."""
@@ -323,7 +334,7 @@ class LiveEpisodes:
         rows = np.where(beyond < 0, following[owner] + i, page * self._page_rows + beyond % self._page_rows)
         page_owner, k = ranges(n_pages)
         t = (table["n_rows"][slot] + room)[page_owner] + k * self._page_rows
-        self._spans.append(ids[page_owner], t, LIVE, pages * self._page_rows) if n else None
+        self._spans.append(ids[page_owner], t, LIVE, pages * self._page_rows, _NO_STOP) if n else None
         last = np.cumsum(count) - 1
         table["next"][slot] = rows[last] + 1
         table["room"][slot] = np.where(n_pages > 0, room + n_pages * self._page_rows - count, room - count)
@@ -375,7 +386,9 @@ class LiveEpisodes:
         shift = np.zeros(table.n, np.int64)
         shift[slot] = spans[:, 3] - spans[:, 2]  # from t to row
         live, rows = self._trim(shift)
-        self._spans.append(spans[:, 0], spans[:, 2], self._stream + 1, spans[:, 3]) if len(spans) else None
+        self._spans.append(spans[:, 0], spans[:, 2], self._stream + 1, spans[:, 3], _NO_STOP) if len(
+            spans
+        ) else None
         self._is_changed = True
         return Moved(live, rows, start, stop)
 
@@ -389,6 +402,7 @@ class LiveEpisodes:
         stop = table["live"][slot]
         same = np.flatnonzero(episode[1:] == episode[:-1])
         stop[same] = np.minimum(stop[same], t[same + 1])
+        stop = np.minimum(stop, spans["stop"][live])
         committed = table["committed"][slot]
         gone = stop <= committed
         cut = np.clip(committed - t, 0, stop - t)
@@ -414,6 +428,8 @@ class LiveEpisodes:
         if not len(mine):
             return None
         span = mine[np.argmax(spans["t"][mine])]
+        if t >= spans["stop"][span]:
+            return None
         row = spans["row"][span] + t - spans["t"][span]
         return Taken({path: np.asarray(value)[None] for path, value in values.items()}, np.array([row]))
 
@@ -423,6 +439,11 @@ class LiveEpisodes:
         aborted, self._aborted = self._aborted, []
         # Some of their rows may have been dropped before anybody saw them, if they were not on their way to disk.
         return taken[~np.isin(taken, np.concatenate(aborted))] if aborted else taken
+
+    @property
+    def unplaced(self) -> Array:
+        """Episodes that are open, or not placed for good yet."""
+        return self._episodes["episode"]
 
     def trim(self, episode: Array, t: Array) -> None:
         """Steps of these episodes below ``t`` were evicted."""
@@ -486,6 +507,7 @@ class LiveEpisodes:
         return Episodes(*facts, flags, (stop - start)[left], row, spans["source"][mine])
 
 
+_NO_STOP = 1 << 62  # it goes on
 _EMPTY = np.empty(0, np.int64)
 _NO_ENDS = np.empty((0, 5), np.int64)
 _NONE = Episodes(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint8), _EMPTY, _EMPTY, _EMPTY)

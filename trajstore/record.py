@@ -293,7 +293,9 @@ class CommitRecord:
             parts = path.split("/")[:-1]
             for depth in range(1, len(parts) + 1):
                 nodes.setdefault("/".join(parts[:depth]), GROUP)
-        return nodes | {path: layout.metadata(self.length(path)) for path, layout in self.layouts.items()}
+        nodes |= {path: layout.metadata(self.length(path)) for path, layout in self.layouts.items()}
+        # Siblings stand together: of those that do not, zarr-python (as of 3.1) forgets all but the last.
+        return dict(sorted(nodes.items(), key=lambda node: node[0].rpartition("/")[0]))
 
     def to_bytes(self) -> bytes:
         own = {

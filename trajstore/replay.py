@@ -161,6 +161,7 @@ class ReplayBuffer:
         self._iterators: list[weakref.ref[Batches]] = []
         self._saved_iterators: list[Mapping[str, Any]] = list(state["iterators"]) if state else []
         self._cut = Snapshot.at(self._storage, store.schema, checkpoint) if checkpoint is not None else None
+        self._given_up = {record.id: record.first_row for record in store.snapshot.streams}
         self.abandoned = _abandoned(store.snapshot, self._cut)
         self._limiter = options.samples_per_insert
         self._statistics = _statistics(store.schema, options, state)
@@ -216,6 +217,8 @@ class ReplayBuffer:
             self._writer.wait,
         )
         self._source.published = self._retain
+        if checkpoint is not None:
+            self._writer.publish_view()  # what this session wants of older streams counts from now on
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         if state["counters"]["policy_version"] is not None:
@@ -771,7 +774,7 @@ class ReplayBuffer:
             return
         with self._source.lock:
             said = self._writer.first_rows
-            marks = {name: max(row, said.get(name, 0)) for name, row in first_rows(self._source).items()}
+            marks = {name: max(row, said.get(name, 0)) for name, row in self._unwanted().items()}
             own = min(marks.pop(self._writer.stream, 0), self._writer.committed_rows)
             self._writer.set_view(first_row=own, first_rows={name: row for name, row in marks.items() if row})
 
@@ -836,7 +839,7 @@ class ReplayBuffer:
     def _tell_marks(self) -> None:
         """Let storage go that nobody here wants: not before a checkpoint of ours that does has pinned it."""
         held = self._held if self._checkpointer.is_busy else {}
-        marks = {name: min(row, held.get(name, row)) for name, row in first_rows(self._source).items()}
+        marks = {name: min(row, held.get(name, row)) for name, row in self._unwanted().items()}
         marks = {name: row for name, row in marks.items() if row}
         self._source.set_marks(marks)
         self._sweeper.want(marks)
@@ -847,6 +850,14 @@ class ReplayBuffer:
         if rows:
             self._bytes_per_step = max(1.0, self._writer.n_bytes_put / rows)
         return self._bytes_per_step
+
+    def _unwanted(self) -> dict[str, int]:
+        """By stream: rows below are wanted here no more, nor by those who wrote them."""
+        marks = first_rows(self._source)
+        for record in self._cut.streams if self._cut is not None else ():
+            if marks.get(record.id, 0) >= record.rows:  # of what the checkpoint had of it nothing is left
+                marks[record.id] = max(marks[record.id], self._given_up.get(record.id, 0))
+        return marks
 
     def _pins(self) -> dict[str, int]:
         return checkpoints.pins(self._storage)

@@ -20,6 +20,7 @@ from trajstore.spans import ranges
 _PAGE_ROWS = 1024  # steps of one environment after the other leave together within so many that arrived
 PART = 256  # an eviction frees one part in so many of a limit, so that its cost is spread over many appends
 _AGES = 64  # a step may outlive an age limit by one part in so many
+_MANY_EPISODES = 1 << 17
 _AT_ONCE = 4096  # arrivals looked at in one go
 CAUSES = ("steps", "episodes", "bytes", "age", "removed")
 
@@ -37,7 +38,7 @@ class Retention:
         bytes: At most so many bytes on storage, estimated from what a step has taken so far.
         age_s: Nothing older than so many seconds, counted from when steps are first taken up, by a batch or another
             look at the buffer.
-        per_stream: Limits for the steps of each stream on its own; may be passed by one part in 256.
+        per_stream: Limits for the steps of each stream on its own.
     """
 
     steps: int | None = None
@@ -116,7 +117,8 @@ class Retainer:
         self._n_paged = self._order = 0
         self._page_time = 0.0
         self._seen: dict[str, int] = {}  # spans of streams that are in the queues
-        self._unchecked: dict[int, int] = {}  # by stream: rows that came since its own limit was looked at
+        self._counted: dict[int, int] = {}  # by stream: its steps when its own limit was looked at
+        self._unchecked: dict[int, int] = {}  # by stream: rows that came since
         self.evicted = {cause: {"steps": 0, "episodes": 0} for cause in CAUSES}
         limits = [o.steps for o in (options, options.per_stream) if o is not None and o.steps is not None]
         self._page_rows = max(1, min(_PAGE_ROWS, min(limits, default=_PAGE_ROWS * 64) // 64))
@@ -180,6 +182,10 @@ class Retainer:
             mine = np.flatnonzero(stream == number)
             arrived = self._n_arrived.setdefault(number, ByEpisode(default=0))
             t[mine] = _first_t(arrived, episode[mine], count[mine])
+            if len(arrived) > _MANY_EPISODES + 4 * len(self._source.unplaced):
+                # Only episodes that may go on need to be known.
+                paged = np.concatenate([part[1][part[0] == number] for part in self._page])
+                arrived.keep(np.append(self._source.unplaced, paged))
         self._enqueue(np.stack([stream, episode, t, count, np.full(len(count), now)]).astype(np.float64))
 
     # ---- evictions
@@ -269,11 +275,14 @@ class Retainer:
         counts["episodes"] += before[1] - index.n_episodes
 
     def _shrink_streams(self, limit: int) -> None:
+        """Count the steps of streams that may be over the limit, by what came since they were counted last."""
         index = self._source.index
-        for number in [s for s, n in self._unchecked.items() if n > limit // PART]:
-            self._unchecked[number] = 0
+        for number in [s for s, n in self._unchecked.items() if self._counted.get(s, 0) + n > limit]:
             mine = np.flatnonzero(index.stream.host[index.first : index.n] == number) + index.first
-            self._shrink("steps", limit, int(index.lengths_of(mine).sum()), number)
+            n = int(index.lengths_of(mine).sum())
+            self._shrink("steps", limit, n, number)
+            self._counted[number] = n if n <= limit else limit - limit // PART
+            self._unchecked[number] = 0
 
     def _drop_episodes(self, limit: int) -> None:
         index = self._source.index

@@ -280,6 +280,9 @@ class StepTable:
         for column, (values, dirty) in zip(self.columns.values(), kept, strict=True):
             column.values[self._on_device(new)] = values
             column.dirty[new] = dirty
+        for number, tables in enumerate(self._places):
+            for table in tables:
+                table.keep(episode[stream == number])
         self._put(stream, episode, _Places(start - base, base + room, base + n))
         self.layout += 1
 
@@ -305,11 +308,12 @@ class StepTable:
         for stream in _distinct(handles[:, 0]):
             if not 0 <= stream < len(self._places):
                 continue
-            table, homes = index.table_of(stream), self._places[stream][0].table
+            entries, home = index.entries_of(stream), self._places[stream][0]
+            table, homes = entries.table, home.table
             if table is not None and homes is not None and index.kernels is not None:
                 facts = index.logical.host, index.flags.host, index.t_base.host
-                newest = int(index.newest[stream])
-                index.kernels.addresses_of(handles, stream, table, newest, *facts, homes, address)
+                known_to = entries.base, int(index.newest[stream])
+                index.kernels.addresses_of(handles, stream, table, *known_to, *facts, homes, home.base, address)
                 known &= handles[:, 0] != stream
         if known.any():
             address[known] = self._look_up(handles[known])
