@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import zarr
 from _cartpole import HEIGHT, TASK, WIDTH
-from _learner import N_PROOF, Files, Plan, command, plan_of
+from _plan import N_PROOF, Files, Plan, command, plan_of
 from _plots import Run, plot_buffer, plot_learning
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

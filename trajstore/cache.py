@@ -191,7 +191,10 @@ class Column:
             if before % self.page_rows and n > before and source != written:
                 self.forget(np.array([self._first_page(source) + before // self.page_rows]))
             self._n_rows[source] = n
-        self._first_used = [mark // self.page_rows for mark in marks] + [0] * (len(n_rows) - len(marks))
+        self._first_used = [
+            -(-n // self.page_rows) if mark >= n else mark // self.page_rows  # of all rows gone no page is left
+            for n, mark in zip(n_rows, [*marks, *[0] * (len(n_rows) - len(marks))], strict=False)
+        ]
         for source, mark in enumerate(self._first_used):  # what was evicted is never asked for again
             first = self._first_page(source)
             self.forget(np.arange(first, first + min(mark, self._capacity[source])))
@@ -359,7 +362,8 @@ class Column:
     def locate(self, pages: Array) -> tuple[Array, Array]:
         """For each page, its source and its number within the source."""
         bases = self._row_base.host // self.page_rows
-        order = np.argsort(bases)
+        order = np.argsort(bases, kind="stable")
+        order = order[np.array(self._capacity)[order] > 0]  # one without pages has the base of another
         source = order[np.searchsorted(bases[order], pages, side="right") - 1]
         return source, pages - bases[source]
 

@@ -117,8 +117,8 @@ class LiveEpisodes:
         # Of episodes, in order of number. Rows from "committed" to "live" lie in live rows; an episode goes on at
         # the live row "next", where there is "room" for so many.
         self._episodes = _Table(_COLUMNS)
-        # Of an episode, in order of time. What is live may stop before the next begins: rows that went to disk before
-        # anybody looked are in no live row.
+        # Of an episode, in order of time. What is live may stop before the next begins: rows that went to disk
+        # before anybody looked are in no live row.
         self._spans = _Table(("episode", "t", "source", "row", "stop"))
         self._n_ended = 0
         self._is_dropped = False

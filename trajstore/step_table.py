@@ -210,7 +210,7 @@ class StepTable:
         address = home[owner] + t
         if not len(address):
             return
-        is_one = len(address) == address[-1] - address[0] + 1  # one range after the other
+        is_one = len(address) == address[-1] - address[0] + 1 and bool((np.diff(address) == 1).all())
         where = slice(int(address[0]), int(address[-1]) + 1) if is_one else self._on_device(address)
         for column in self.columns.values():
             column.values[where] = column.initial()
