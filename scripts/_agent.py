@@ -119,7 +119,7 @@ class Agent:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.network.load_state_dict(state["network"])
         self.target.load_state_dict(state["target"])
-        pass
+        self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         self.n_updates = int(state["n_updates"])
 

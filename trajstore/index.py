@@ -222,7 +222,8 @@ class EpisodeIndex:
         """Which episodes there are, in order, and from which step on."""
         entry = slice(self.first, self.n)
         columns = {"stream": self.stream, "episode": self.episode, "t": self.t_base}
-        return {"streams": list(self.numbers)} | {n: c.host[entry].astype(np.int64) for n, c in columns.items()}
+        found = {"streams": list(self.numbers), "newest": self.newest.copy()}
+        return found | {n: c.host[entry].astype(np.int64) for n, c in columns.items()}
 
     def arrange(self, order: Mapping[str, Any]) -> None:
         """Show just the episodes of another index, in its order and from its steps on; all here have ended.
@@ -248,6 +249,8 @@ class EpisodeIndex:
         self._restart()
         self._seen, self._carried, self._first_rows, first = kept
         self._append(every.take(entry - first).above(np.asarray(order["t"])))
+        known = number >= 0
+        np.maximum.at(self.newest, number[known], np.asarray(order["newest"])[: len(number)][known])
         self.version += 1
 
     def _closed_of(self, stream: int | None) -> Episodes:

@@ -99,6 +99,7 @@ class Pipeline:
         self._columns: list[ColumnChange] = []  # values of derived columns for the next commit
         self._is_view_new = False  # no job has it yet
         self._told_failures: deque[BaseException] = deque()  # of those who were told, not yet raised to anybody
+        self.is_ticking = False  # the background thread may have the lock, for a moment
         self.is_overdue = False  # a commit by time found the writer busy; the next append makes up for it
         self._committer: Committer[_Job] = Committer(self._run, self._hand_off_by_time, commit_s)
         self._committer.start()
@@ -228,6 +229,13 @@ class Pipeline:
 
     def _hand_off_by_time(self) -> None:
         # On the background thread, which must not wait for itself.
+        self.is_ticking = True
+        try:
+            self._hand_off_if_unlocked()
+        finally:
+            self.is_ticking = False
+
+    def _hand_off_if_unlocked(self) -> None:
         if self._lock.acquire(blocking=False):
             try:
                 self.hand_off_if_free()

@@ -40,6 +40,7 @@ from trajstore.stream import ColumnChange, StreamAppender, new_record
 
 _log = logging.getLogger(__name__)
 _MAX_WORLD = 256
+_TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +349,10 @@ class Writer:
         None if somebody is appending at this moment (unless ``blocking``), if nothing was appended yet, or if the
         writer is closed.
         """
-        if not self._lock.acquire(blocking=blocking):
+        # The background thread has the lock but for a moment: waiting for it, a reader misses nothing.
+        if not self._lock.acquire(blocking=blocking) and not (
+            self._pipeline.is_ticking and self._lock.acquire(timeout=_TICK_S)
+        ):
             yield None
             return
         try:
