@@ -25,18 +25,9 @@ lenient = pytest.mark.filterwarnings("default")
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small store made by the demo."""
+    """The directory of a quick run of the demo."""
     out = tmp_path_factory.mktemp("runs") / "demo"
-    command = [
-        sys.executable,
-        str(ROOT / "scripts" / "demo.py"),
-        "--episodes",
-        "24",
-        "--envs",
-        "4",
-        "--out",
-        str(out),
-    ]
+    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--quick", "--directory", str(out)]
     subprocess.run(command, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return out
 
@@ -97,9 +88,9 @@ def test_a_notebook_is_valid_and_names_no_machine(path: Path) -> None:
 def test_a_store_is_explored_that_the_demo_recorded(
     recorded: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRAJSTORE_DEMO", str(recorded))
+    monkeypatch.setenv("TRAJSTORE_DEMO", str(recorded / "store"))
     notebook = executed(copy / "notebooks" / EXPLORE)
-    assert f"<Store {recorded}" in "".join(outputs(notebook, "text/plain"))
+    assert f"<Store {recorded / 'store'}" in "".join(outputs(notebook, "text/plain"))
     assert len(outputs(notebook, "image/png")) >= 4
 
 

@@ -45,7 +45,6 @@ __all__ = [
     "list_checkpoints",
     "new_checkpoint",
     "new_checkpoint_id",
-    "pinned_rows",
     "pins",
     "read_state",
     "remove",
@@ -306,16 +305,6 @@ def pins(storage: Storage, *, pending_s: float = PENDING_S) -> dict[str, int]:
             for stream, cut in checkpoint.streams.items():
                 smallest[stream] = min(cut.first, smallest.get(stream, cut.first))
     return smallest
-
-
-def pinned_rows(storage: Storage, *, pending_s: float = PENDING_S) -> dict[str, list[tuple[int, int]]]:
-    """By stream, the ranges of rows that checkpoints want, as `pins` counts them; each once."""
-    found: dict[str, set[tuple[int, int]]] = {}
-    for checkpoint in _read_all(storage):
-        if checkpoint.is_complete or _is_pending(checkpoint, pending_s):
-            for stream, cut in checkpoint.streams.items():
-                found.setdefault(stream, set()).add((cut.first, cut.stop))
-    return {stream: sorted(ranges) for stream, ranges in found.items()}
 
 
 def read_state(storage: Storage, checkpoint: Checkpoint) -> Any:

@@ -859,8 +859,8 @@ class ReplayBuffer:
                 marks[record.id] = max(marks[record.id], self._given_up.get(record.id, 0))
         return marks
 
-    def _pins(self) -> dict[str, list[tuple[int, int]]]:
-        return checkpoints.pinned_rows(self._storage)
+    def _pins(self) -> dict[str, int]:
+        return checkpoints.pins(self._storage)
 
     def _records(self) -> tuple[CommitRecord, ...]:
         return Snapshot.load(self._storage, self.schema).streams

@@ -7,10 +7,9 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from trajstore.chunks import MAX_ROWS, ArrayLayout
+from trajstore.chunks import ArrayLayout
 from trajstore.errors import ClosedError, SnapshotExpiredError
 from trajstore.record import CommitRecord, check_stream_ids, first_rows, newest_world
 from trajstore.storage import Storage
@@ -21,18 +20,6 @@ _log = logging.getLogger(__name__)
 _WAVE_KEYS = 512  # objects deleted at a time
 _RETRY_S = 1.0  # at least so long after a failure
 _CHUNK_NAME = re.compile(r"c\.(0|[1-9][0-9]{0,17})(\.0)*\Z")
-
-
-Pins = int | Sequence[tuple[int, int]]  # rows [first, stop), or from a row on
-
-
-@dataclass(frozen=True, slots=True)
-class _Freed:
-    """How far the objects of an array are deleted: all before ``prefix``, and those not pinned before ``stop``."""
-
-    prefix: int | None = None  # None: not known
-    stop: int = 0
-    pinned: tuple[tuple[int, int], ...] = ()
 
 
 class Sweeper:
@@ -51,8 +38,7 @@ class Sweeper:
         storage: Where the store is.
         writer: The session's writer, through which marks are published; close it after the sweeper.
         grace_s: How long a mark is published before anything below it is deleted.
-        pins: By stream, the rows that checkpoints want, as ranges or from one row on; every stream that a
-            checkpoint lists is named.
+        pins: By stream, the smallest row that any checkpoint wants; every stream that one lists is named.
         records: The newest commit record of every stream, read from the storage when called.
     """
 
@@ -62,7 +48,7 @@ class Sweeper:
         writer: Writer,
         *,
         grace_s: float = 10.0,
-        pins: Callable[[], Mapping[str, Pins]],
+        pins: Callable[[], Mapping[str, int]],
         records: Callable[[], Sequence[CommitRecord]],
     ) -> None:
         self._storage = storage
@@ -78,7 +64,7 @@ class Sweeper:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._sweeping = threading.Lock()  # one sweep at a time; guards what follows
-        self._freed: dict[tuple[str, str], _Freed] = {}  # by stream and array
+        self._freed: dict[tuple[str, str], int] = {}  # by stream and array: objects that are deleted, from 0 on
         self._removing: set[str] = set()  # streams whose record may be gone and whose chunks are there still
         self._counts = dict.fromkeys(("n_chunks_deleted", "n_streams_removed", "n_sweeps"), 0)
 
@@ -195,8 +181,8 @@ class Sweeper:
         with self._condition:
             self._published = wanted
 
-    def _delete(self, records: Sequence[CommitRecord], marks: Mapping[str, int], pins: Mapping[str, Pins]) -> None:
-        """Delete what lies below the marks and is not pinned."""
+    def _delete(self, records: Sequence[CommitRecord], marks: Mapping[str, int], pins: Mapping[str, int]) -> None:
+        """Delete what lies below the marks and below the pins."""
         for stream in sorted(self._removing):
             self._remove(stream)
         dead = {stream for record in records for stream in record.view.dead}
@@ -208,7 +194,8 @@ class Sweeper:
                 self._remove(record.id)
                 left.remove(record)
             else:
-                self._free(record, min(marks[record.id], record.rows), _ranges(pins.get(record.id, ())))
+                limit = min(marks[record.id], record.rows)
+                self._free(record, min(limit, pins.get(record.id, limit)))
 
     def _remove(self, stream: str) -> None:
         self._removing.add(stream)
@@ -217,32 +204,26 @@ class Sweeper:
         self._freed = {place: n for place, n in self._freed.items() if place[0] != stream}
         self._count("n_streams_removed", 1)
 
-    def _free(self, record: CommitRecord, limit: int, pins: Sequence[tuple[int, int]]) -> None:
-        """Delete the step objects of a stream of which every row is below ``limit`` and none is pinned."""
+    def _free(self, record: CommitRecord, limit: int) -> None:
+        """Delete the step objects of a stream of which every row is below ``limit``."""
         for path, layout in record.layouts.items():
             if path.startswith("steps/"):
-                size = layout.shard_rows or layout.chunk_rows
-                pinned = tuple((first // size, -(-stop // size)) for first, stop in pins)
-                self._free_column(record.id, path, layout, limit // size, pinned)
+                self._free_column(record.id, path, layout, limit // (layout.shard_rows or layout.chunk_rows))
 
-    def _free_column(
-        self, stream: str, path: str, layout: ArrayLayout, stop: int, pinned: tuple[tuple[int, int], ...]
-    ) -> None:
-        freed = self._freed.get((stream, path), _Freed(0 if stream == self._writer.stream else None))
-        start = freed.prefix if freed.prefix is None or freed.pinned != pinned else freed.stop
+    def _free_column(self, stream: str, path: str, layout: ArrayLayout, stop: int) -> None:
+        start = self._freed.get((stream, path), 0 if stream == self._writer.stream else None)
         if stop <= (start or 0):
             return
         folder = f"streams/{stream}/{path}"
         if start is None:  # what earlier sessions have left there, of perhaps millions that they have deleted
-            names: Iterable[str] = _chunk_names(self._storage.list_names(folder), stop, pinned)
+            names: Iterable[str] = _chunk_names(self._storage.list_names(folder), stop)
         else:
-            wanted = (i for i in range(start, stop) if not _is_within(i, pinned))
-            names = (layout.chunk_key(i * layout.chunks_per_shard) for i in wanted)
+            names = (layout.chunk_key(i * layout.chunks_per_shard) for i in range(start, stop))
         keys = [f"{folder}/{name}" for name in names]
         for wave in range(0, len(keys), _WAVE_KEYS):
             self._storage.delete(keys[wave : wave + _WAVE_KEYS])
             self._count("n_chunks_deleted", len(keys[wave : wave + _WAVE_KEYS]))
-        self._freed[stream, path] = _Freed(min([stop, *(first for first, _ in pinned)]), stop, pinned)
+        self._freed[stream, path] = stop
 
     def _count(self, name: str, n: int) -> None:
         with self._condition:
@@ -283,16 +264,7 @@ def _is_needed(record: CommitRecord, records: Sequence[CommitRecord]) -> bool:
     return bool(named.intersection(other.id for other in others)) or newest_world(others) != world
 
 
-def _ranges(pins: Pins) -> Sequence[tuple[int, int]]:
-    return [(pins, MAX_ROWS)] if isinstance(pins, int) else pins
-
-
-def _is_within(i: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    return any(first <= i < stop for first, stop in ranges)
-
-
-def _chunk_names(names: Iterable[str], stop: int, pinned: Sequence[tuple[int, int]]) -> list[str]:
-    """The names that are those of chunk objects before object ``stop`` and not pinned."""
+def _chunk_names(names: Iterable[str], stop: int) -> list[str]:
+    """The names that are those of chunk objects before object ``stop``."""
     found = ((name, _CHUNK_NAME.match(name)) for name in names)
-    numbered = ((name, int(match[1])) for name, match in found if match is not None)
-    return [name for name, i in numbered if i < stop and not _is_within(i, pinned)]
+    return [name for name, match in found if match is not None and int(match[1]) < stop]
