@@ -47,7 +47,7 @@ class Show:
     def __init__(self, console: Console, plan: Plan) -> None:
         self.console, self.plan = console, plan
         words = "{task.fields[said]}"
-        columns = (TextColumn("  training"), BarColumn(24), TextColumn(words), TimeElapsedColumn())
+        columns = (TextColumn(" "), BarColumn(18), TextColumn(words), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
         self._task = self._progress.add_task("", total=plan.n_steps, said="starting")
         self._newest: Event | None = None
@@ -75,7 +75,7 @@ class Show:
             self._say_saved(event)
 
     def _say_saved(self, event: Event) -> None:
-        greedy = f"greedy return {', then '.join(self._means)}; saved [cyan]{event['id']}[/cyan]"
+        greedy = f"greedy {', then '.join(self._means)}; saved [cyan]{event['id']}[/cyan]"
         now = f" | {figures(self._newest)}" if self._newest and not self.console.is_terminal else ""
         self.line(f"step {event['step']:>6,}: {greedy} ({event['seconds']:.2f} s){now}")
         self._means = []
@@ -85,7 +85,7 @@ def figures(event: Event) -> str:
     """The newest figures in one line."""
     mean = "-" if event["return"] is None else f"{event['return']:.0f}"
     rates = f"{event['steps_per_s']:,.0f} steps/s, {event['updates_per_s']:,.0f} batches/s"
-    return f"return {mean} (exploring), loss {event['loss']:.4f}, {rates}"
+    return f"return {mean}, loss {event['loss']:.3f}, {rates}"
 
 
 # ---- processes -----------------------------------------------------------------------------------------------
@@ -133,8 +133,7 @@ class Demo:
         """
         with started(command(self.plan, self.files, is_resumed=False)) as process:
             self.show.heading(1, f"Training in a process of its own (pid {process.pid})")
-            about = f"{self.plan.n_envs} environments, a buffer of {self.plan.capacity:,} steps, prioritised"
-            self.show.line(f"{about}; every step with state, {HEIGHT} x {WIDTH} frame, action and reward.")
+            self._say_plan()
             is_killed = self._follow(process, self.plan.kill_at)
         if not is_killed:
             self._check_ended(process)
@@ -173,6 +172,12 @@ class Demo:
         process.wait()
         return False
 
+    def _say_plan(self) -> None:
+        plan, line = self.plan, self.show.line
+        line(f"{plan.n_envs} environments fill a prioritised buffer of {plan.capacity:,} steps, each with its")
+        line(f"state, {HEIGHT} x {WIDTH} frame, action and reward. greedy: mean return of {plan.n_greedy}")
+        line("episodes without exploring; return: that of the newest with it.")
+
     def _check_ended(self, process: subprocess.Popen[str]) -> None:
         told = self.sessions[-1]
         if process.returncode != 0 or not told or told[-1]["event"] != "finished":
@@ -199,12 +204,16 @@ class Demo:
     def _say_resumed(self, event: Event) -> None:
         line = self.show.line
         line(f"Buffer and agent of [cyan]{event['checkpoint']}[/cyan] are back ({event['seconds']:.2f} s).")
-        line(f"The buffer holds {event['n_steps']:,} steps. {event['abandoned']:,} rows that were committed later")
-        line("stay readable in the store and are never mixed in. The environments start anew: episodes that were")
-        line("open at the checkpoint read as cut.")
+        line(
+            f"The buffer holds {event['n_steps']:,} steps. {event['abandoned']:,} rows that were committed later stay"
+        )
+        line("readable in the store and are never mixed in. The environments start anew:")
+        line("episodes that were open at the checkpoint read as cut.")
         if event["digest"] == event["expected"]:
-            said = f"the same as before the kill, bit by bit (sha256 {event['digest'][:12]})"
-            line(f"[green]The next {N_PROOF} batches, their errors and the weights after them: {said}.[/green]")
+            line(
+                f"[green]The next {N_PROOF} batches, their errors and the weights after them are the same as[/green]"
+            )
+            line(f"[green]before the kill, bit by bit (sha256 {event['digest'][:12]}).[/green]")
 
     # ---- the outcome
 

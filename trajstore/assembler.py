@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,10 @@ from trajstore.errors import (
     NotReadyError,
     SnapshotExpiredError,
 )
-from trajstore.index import EpisodeIndex
-from trajstore.live import Change, LiveEpisodes, Moved, Taken
+from trajstore.index import LIVE, EpisodeIndex, Rows
+from trajstore.live import Change, LiveEpisodes, Taken
 from trajstore.outputs import check_outputs
-from trajstore.pager import ChunkCache
+from trajstore.pager import ChunkCache, Wanted
 from trajstore.plan import WHOLE, Plan, Planner
 from trajstore.record import CommitRecord
 from trajstore.schema import Array, Schema
@@ -37,6 +38,7 @@ from trajstore.writer import Writer
 _MAX_KINDS = 64  # whose sums are kept
 _SPARE_ROWS = 1 << 14  # live rows beyond what a writer buffers: pages of environments are not always full
 _LEAST_LIVE_ROWS = 128
+_MAX_MOVES = 256  # commits that a plan may be older than
 _SHOWN = 5
 _REWARDS = "n_step/return"
 
@@ -79,6 +81,8 @@ class Assembler:
         self.index = EpisodeIndex(device, self.kernels)
         self.budget, self.host_budget = budget, host_budget
         self._known_rows = 0  # of the writer that is followed, as the cache knows them
+        self._moves: deque[tuple[Array, Array]] = deque(maxlen=_MAX_MOVES)  # live rows, and what they became
+        self.n_moves = 0
         self.n_placed = 0  # of them, those that the index knows as rows of the stream; some more may be durable
         self._cache: ChunkCache | None = None
         self._kinds: dict[tuple[Windows, Where | None], Kind] = {}
@@ -150,7 +154,6 @@ class Assembler:
                 self._advance(self._writer.record)
                 for change in changes:
                     self._apply(change)
-                    self.n_placed = max(self.n_placed, change.stop if isinstance(change, Moved) else 0)
             self._is_torn = False
         lengths = self._live.lengths()
         if lengths is not None:
@@ -205,6 +208,9 @@ class Assembler:
         else:
             source = self.index.numbers[self._writer.stream] + 1
             self.cache.move_live(source, change.live, change.rows, change.start, change.stop)
+            self.n_placed = max(self.n_placed, change.stop)
+            self.n_moves += 1
+            self._moves.append((change.live, change.rows))
 
     def _make_live_cache(self, staging: Staging | None) -> bool:
         """Make the cache once it is known how many rows may be on their way to disk."""
@@ -320,6 +326,34 @@ class Assembler:
         for rows in {id(w.row): w for w in plan.wanted.values()}.values():
             if bool((rows.row < on_device[rows.source.to(torch.int64)]).any()):
                 raise SnapshotExpiredError("windows that were planned ahead have been evicted meanwhile")
+
+    def moved(self, plan: Plan, n_moves: int) -> Plan | None:
+        """A plan made so many moves ago, with rows that were live then where they are now; None: too long ago."""
+        n_since = self.n_moves - n_moves
+        if n_since > len(self._moves):
+            return None
+        moves = list(self._moves)[len(self._moves) - n_since :]
+        where: dict[int, Rows] = {}
+        for w in plan.wanted.values():
+            if id(w.row) not in where:
+                where[id(w.row)] = self._moved_rows(w, moves)
+        found = {key: (w, where[id(w.row)]) for key, w in plan.wanted.items()}
+        return replace(
+            plan, wanted={key: Wanted(w.path, rows.source, rows.row) for key, (w, rows) in found.items()}
+        )
+
+    def _moved_rows(self, wanted: Wanted, moves: Sequence[tuple[Array, Array]]) -> Rows:
+        source = wanted.source.expand(wanted.row.shape).clone()
+        row, own = wanted.row.clone(), self.index.numbers[self.index.followed] + 1
+        for live, rows in moves:
+            order = np.argsort(live)
+            was, now = (torch.from_numpy(a[order]).to(self.device) for a in (live, rows))
+            at = torch.searchsorted(was, row).clamp(max=len(was) - 1) if len(was) else None
+            if at is not None:
+                is_moved = (source == LIVE) & (was[at] == row)
+                row = torch.where(is_moved, now[at], row)
+                source = torch.where(is_moved, own, source)
+        return Rows(source, row)
 
     def pin(self, kind: Kind, draw: Draw) -> None:
         """Keep the chunks of windows in the cache."""

@@ -44,6 +44,7 @@ class _Planned:
     draw: Draw
     low: torch.Tensor  # [B]: the first t that was there of each window's episode
     live_epoch: int
+    n_moves: int  # of live rows into the stream
     version: int  # of the index
     n_removed: int  # of the source
 
@@ -200,7 +201,8 @@ class Batches(Iterator[Any]):
         source, windows = self._source, plan.known["index"].clone()
         low = source.index.t_base.device[draw.entry]
         windows[:, 2] = low + draw.start
-        return _Planned(kind, plan, windows, draw, low, source.live_epoch, source.index.version, source.n_removed)
+        live = source.live_epoch, source.n_moves
+        return _Planned(kind, plan, windows, draw, low, *live, source.index.version, source.n_removed)
 
     def _submit(self, planned: _Planned) -> Future[_Ready] | _Planned:
         if self._threads is None:
@@ -213,9 +215,7 @@ class Batches(Iterator[Any]):
             if self._has_lost(planned):
                 return _Ready(None)
             if planned.live_epoch != self._source.live_epoch:  # steps have moved from live rows into the stream
-                draw = self._source.draw_at(kind, planned.windows.cpu().numpy(), planned.draw.n, is_strict=False)
-                draw = replace(planned.draw, entry=draw.entry, start=draw.start)
-                plan = self._plan(kind, draw, planned.plan.known.get(GOAL_INDEX))
+                plan = self._source.moved(plan, planned.n_moves) or self._plan_again(planned)
             elif planned.version != self._source.index.version:
                 self._source.check_plan(plan)
             outs = self._ring.take((kind.windows, len(plan.known["index"]))) if self._ring is not None else {}
@@ -223,6 +223,31 @@ class Batches(Iterator[Any]):
             if self._ring is not None:
                 self._ring.give(batch)
             return _Ready(batch, side.record_event() if side is not None else None)
+
+    def _plan_again(self, planned: _Planned) -> Plan:
+        """The plan of the same windows as things are now: episodes may have grown or ended since."""
+        kind, handles = planned.kind, planned.windows.cpu().numpy()
+        draw = self._source.draw_at(kind, handles, planned.draw.n, is_strict=False)
+        draw = replace(planned.draw, entry=draw.entry, start=draw.start)
+        return self._plan(kind, draw, planned.plan.known.get(GOAL_INDEX))
+
+    def take_back(self) -> None:
+        """Plan anew what is queued, as whoever goes on from `state_dict` will: with episodes as they are now."""
+        with self._source.lock:
+            if self._can_redraw:
+                queued, self._queue = list(self._queue), deque()
+                for item in queued:
+                    if isinstance(item.work, Future):
+                        item.work.cancel()
+                    self._requeue(replace(item, work=None))
+
+    def _requeue(self, queued: _Queued) -> None:
+        """Take up a batch that was drawn before; one of which windows are gone waits for its turn."""
+        if queued.work is None and not self._is_gone(queued):
+            queued = self._planned_again(queued)
+        if isinstance(queued.work, _Planned):
+            queued.work = self._submit(queued.work)
+        self._queue.append(queued)
 
     def _has_lost(self, planned: _Planned) -> bool:
         """Whether windows are gone that could be drawn anew."""
@@ -276,11 +301,7 @@ class Batches(Iterator[Any]):
             self._is_over = bool(state["is_over"])
             self._drop_queue()
             for queued in plans:
-                if queued.work is None and not self._is_gone(queued):
-                    queued = self._planned_again(queued)
-                if isinstance(queued.work, _Planned):
-                    queued.work = self._submit(queued.work)
-                self._queue.append(queued)
+                self._requeue(queued)
 
     def _is_gone(self, queued: _Queued) -> bool:
         gone = self._gone(queued.kind, queued.windows.cpu().numpy(), queued.low.cpu().numpy())
@@ -288,7 +309,7 @@ class Batches(Iterator[Any]):
 
     def _planned_again(self, queued: _Queued) -> _Queued:
         n, probability, weight = queued.extras
-        draw = self._source.draw_at(queued.kind, queued.windows.numpy(), n, is_strict=False)
+        draw = self._source.draw_at(queued.kind, queued.windows.cpu().numpy(), n, is_strict=False)
         draw = replace(draw, probability=probability, weight=weight)
         goals = None if queued.goals is None else queued.goals.to(self._source.device)
         planned = self._planned(queued.kind, draw, goals)

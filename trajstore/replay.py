@@ -399,9 +399,13 @@ class ReplayBuffer:
         """
         self._check()
         windows = self.options.sample if windows is None else windows
+        counter = self._reader._rng.counter
         iterator = self._reader.batches(batch_size, windows, prefetch=prefetch, admit=self._admit, **which)
         if self._saved_iterators:
-            iterator.load_state_dict(_as_tensors(self._saved_iterators.pop(0)))
+            with self._source.lock:
+                self._source.publish()
+                iterator.load_state_dict(_as_tensors(self._saved_iterators.pop(0)))
+            self._reader._rng.counter = counter  # it was begun before, when a number was taken for it
         self._iterators = [ref for ref in self._iterators if ref() is not None]
         self._iterators.append(weakref.ref(iterator))
         return iterator
@@ -714,15 +718,15 @@ class ReplayBuffer:
         return cuts
 
     def _state(self) -> dict[str, Any]:
+        iterators = [i for ref in self._iterators if (i := ref()) is not None]
+        for iterator in iterators:
+            iterator.take_back()
         return {
             "options": to_json(self.options),
             "order": self._source.index.order(),
             "reader": self._reader.state_dict(),
             "retention": self._retainer.state_dict(),
-            "iterators": [
-                _without_priorities(i.state_dict()) for ref in self._iterators if (i := ref()) is not None
-            ]
-            + self._saved_iterators,
+            "iterators": [_without_priorities(i.state_dict()) for i in iterators] + self._saved_iterators,
             "limiter": self._limiter.state_dict() if self._limiter is not None else None,
             "counters": {
                 "sampled": self._n_sampled,
