@@ -204,15 +204,11 @@ class Demo:
     def _say_resumed(self, event: Event) -> None:
         line = self.show.line
         line(f"Buffer and agent of [cyan]{event['checkpoint']}[/cyan] are back ({event['seconds']:.2f} s).")
-        line(
-            f"The buffer holds {event['n_steps']:,} steps. {event['abandoned']:,} rows that were committed later stay"
-        )
+        line(f"The buffer holds {event['n_steps']:,} steps. {event['abandoned']:,} rows committed later stay")
         line("readable in the store and are never mixed in. The environments start anew:")
         line("episodes that were open at the checkpoint read as cut.")
         if event["digest"] == event["expected"]:
-            line(
-                f"[green]The next {N_PROOF} batches, their errors and the weights after them are the same as[/green]"
-            )
+            line(f"[green]The next {N_PROOF} batches, their errors and the weights after them are as[/green]")
             line(f"[green]before the kill, bit by bit (sha256 {event['digest'][:12]}).[/green]")
 
     # ---- the outcome

@@ -697,8 +697,8 @@ def soak(buffer: ReplayBuffer, n_blocks: int, ends: float, samples: bool) -> Non
 def test_what_a_buffer_holds_in_memory_is_bounded_by_its_capacity(url: str, ends: float, samples: bool) -> None:
     """300,000 steps, or episodes, pass through a buffer for 2,000.
 
-    Index entries that are not in use are given back once there are 2**16 of them; with what is derived from them they
-    take up to 250 bytes each. The rest is bounded by a kilobyte a step.
+    Index entries that are not in use are given back once there are 2**16 of them; with what is derived from them
+    they take up to 250 bytes each. The rest is bounded by a kilobyte a step.
     """
     schema = Schema({"obs": Field("float32", (3,), chunk_rows=1024), "reward": Field("float32", chunk_rows=1024)})
     options = {"schema": schema, "buffer_bytes": "1MB", "cache_bytes": "16MB", "priorities": Priorities()}
