@@ -236,11 +236,12 @@ class Demo:
 
 
 def stored_bytes(directory: Path) -> int:
-    """Bytes of all files below; those that go meanwhile count nothing."""
+    """Bytes of all files below; files and directories that go meanwhile count nothing."""
     total = 0
-    for path in directory.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):
-            total += path.stat().st_size if path.is_file() else 0
+    for where, _, names in os.walk(directory):  # passes over directories that it does not find any more
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(where, name))
     return total
 
 

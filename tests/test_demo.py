@@ -318,6 +318,28 @@ def test_shares_of_draws_add_up_for_every_time(scripts: Modules) -> None:
     np.testing.assert_array_equal(shares, [[1, 0, 0, 0], [0.75, 0.25, 0, 0], [0, 0, 0, 0], [0, 0, 1, 0]])
 
 
+def test_files_and_directories_that_go_while_they_are_counted_count_nothing(
+    demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [tmp_path / directory / name for directory in "ab" for name in "cd"]
+    for place in places:
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(b"12345")
+    measured = demo.os.path.getsize
+
+    def measure_and_remove_the_rest(path: str) -> int:
+        size: int = measured(path)
+        for place in places:
+            if place.parent != Path(path).parent:
+                shutil.rmtree(place.parent, ignore_errors=True)
+            elif place != Path(path):
+                place.unlink(missing_ok=True)
+        return size
+
+    monkeypatch.setattr(demo.os.path, "getsize", measure_and_remove_the_rest)
+    assert demo.stored_bytes(tmp_path) == 5
+
+
 # ---- the command
 
 
