@@ -204,8 +204,8 @@ class Demo:
     def _say_resumed(self, event: Event) -> None:
         line = self.show.line
         line(f"Buffer and agent of [cyan]{event['checkpoint']}[/cyan] are back ({event['seconds']:.2f} s).")
-        line(f"The buffer holds {event['n_steps']:,} steps. {event['abandoned']:,} rows committed later stay")
-        line("readable in the store and are never mixed in. The environments start anew:")
+        line(f"The buffer holds {event['n_steps']:,} steps. {event['abandoned']:,} rows committed later are never")
+        line("mixed in, and go when their stream is evicted. The environments start anew:")
         line("episodes that were open at the checkpoint read as cut.")
         if event["digest"] == event["expected"]:
             line(f"[green]The next {N_PROOF} batches, their errors and the weights after them are as[/green]")

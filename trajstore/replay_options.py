@@ -120,5 +120,5 @@ def _value(data: Any, where: str) -> Any:
     if data.get("type") == "SamplesPerInsert":
         return SamplesPerInsert(**values)
     if data.get("type") not in _KINDS:
-        raise DataError(f"option '{where}': expected one of {', '.join(_KINDS)}, got {data.get('kind')!r}")
+        raise DataError(f"option '{where}': expected one of {', '.join(_KINDS)}, got {data.get('type')!r}")
     return _KINDS[data["type"]](**values)
