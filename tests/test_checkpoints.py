@@ -164,7 +164,7 @@ trees = st.recursive(
 def test_any_tree_comes_back_as_it_was(tree: Any) -> None:
     encoded, stored = state.encode(tree)
     text = state.dump(encoded)
-    assert_same(state.decode(state.load(text), [array.values for array in stored]), tree)
+    assert_same(state.decode(state.load(text), {str(i): array.values for i, array in enumerate(stored)}), tree)
 
 
 @given(trees)

@@ -96,6 +96,7 @@ class Assembler:
         if writer is not None:
             self._live = LiveEpisodes(self.index.number_of(writer.stream))
             self.index.followed = writer.stream
+            self.index.rank = writer.rank or 0
         self.follow(snapshot)
         if writer is not None and self._live is not None:
             writer.follow(self._live)  # last: it can't be undone

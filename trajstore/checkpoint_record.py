@@ -42,6 +42,7 @@ class Checkpoint:
         is_complete: Whether all of it is there.
         ancestors: Ids of those that the parent descends from, oldest first, as far as there were any left.
         pinned_at: UNIX seconds when it was begun; None once it is complete.
+        n_ranks: How many ranks took it, each with a part of its own below it; None where a single session did.
     """
 
     id: str
@@ -53,10 +54,13 @@ class Checkpoint:
     is_complete: bool = False
     ancestors: tuple[str, ...] = ()
     pinned_at: float | None = None
+    n_ranks: int | None = None
 
 
-def to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes: Mapping[str, Any]) -> bytes:
+def to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes: Mapping[str, Any] | None) -> bytes:
     """The record of a checkpoint, with what is said of its state, and the nodes below its group.
+
+    ``nodes`` is None where they are not known all at once: walkers list them then.
 
     Raises:
         DataError: It is absurdly long.
@@ -74,12 +78,15 @@ def to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes: Mapping[st
         "parent": checkpoint.parent,
         "ancestors": list(checkpoint.ancestors),
         "world": checkpoint.world,
+        "ranks": checkpoint.n_ranks,
         "streams": {stream: _cut_json(cut, kinds) for stream, cut in checkpoint.streams.items()},
         "kinds": kinds.known,
         "state": state,
     }
-    consolidated = {"kind": "inline", "must_understand": False, "metadata": nodes}
-    data = with_checksum(GROUP | {"attributes": {"trajstore": own}, "consolidated_metadata": consolidated})
+    group = GROUP | {"attributes": {"trajstore": own}}
+    if nodes is not None:
+        group["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": nodes}
+    data = with_checksum(group)
     if len(data) > MAX_RECORD_BYTES:
         raise DataError(f"the checkpoint's record takes {len(data)} bytes; at most {MAX_RECORD_BYTES}")
     return data
@@ -138,7 +145,8 @@ def parse(data: bytes, checkpoint_id: str, where: str) -> tuple[Checkpoint, dict
     check_checksum(data, what)
     try:
         checkpoint = _checkpoint(own)
-        about, nodes = dict(own["state"]), dict(parsed["consolidated_metadata"]["metadata"])
+        about = dict(own["state"])
+        nodes = dict(parsed["consolidated_metadata"]["metadata"]) if checkpoint.n_ranks is None else {}
     except FormatError as error:
         raise FormatError(f"{what}: {error}") from error
     except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
@@ -160,6 +168,7 @@ def _checkpoint(own: Mapping[str, Any]) -> Checkpoint:
         is_complete=own["complete"] is True,
         ancestors=tuple(_id(id_) for id_ in own["ancestors"]),
         pinned_at=None if own["pinned_at"] is None else _seconds(own["pinned_at"]),
+        n_ranks=None if own.get("ranks") is None else check_count(own["ranks"], "ranks"),
     )
     if checkpoint.id.rpartition("-")[0] != checkpoint.name:
         raise FormatError(f"it has the name {checkpoint.name!r:.80}")

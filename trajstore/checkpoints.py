@@ -45,11 +45,15 @@ __all__ = [
     "list_checkpoints",
     "new_checkpoint",
     "new_checkpoint_id",
+    "parts_of",
     "pins",
+    "place_of",
+    "publish",
     "read_state",
     "remove",
     "remove_incomplete",
     "save",
+    "save_part",
     "stored_objects",
 ]
 
@@ -73,9 +77,10 @@ def new_checkpoint(
     parent: str | None = None,
     world: str | None = None,
     streams: Mapping[str, Cut],
+    n_ranks: int | None = None,
 ) -> Checkpoint:
     """A checkpoint to `save`, of this moment."""
-    return Checkpoint(checkpoint_id, name, time.time(), parent, world, streams)
+    return Checkpoint(checkpoint_id, name, time.time(), parent, world, streams, n_ranks=n_ranks)
 
 
 # ---- saving ------------------------------------------------------------------------------------------------
@@ -97,28 +102,76 @@ def save(
         DataError: The state or the checkpoint can't be stored.
         ConflictError: There is another checkpoint of this id, or somebody removed this one meanwhile.
     """
-    saving = _Saving.of(storage, checkpoint, state)
+    checkpoint = replace(checkpoint, ancestors=_ancestors(storage, checkpoint))
+    return _Saving.of(storage, checkpoint, state, place_of(checkpoint.id)).save(check)
+
+
+def save_part(
+    storage: Storage, whole: Checkpoint, rank: int, state: Any, *, check: Callable[[], None] | None = None
+) -> None:
+    """Put one rank's part of a checkpoint: durable when this returns, and part of nothing until `publish`.
+
+    Args:
+        storage: Where the store is.
+        whole: The checkpoint with what this rank wants of each stream, and how many ranks take it.
+        rank: Whose part this is.
+        state: As for `save`.
+        check: The same.
+
+    Raises:
+        DataError: The state can't be stored.
+        ConflictError: There is a complete checkpoint of this id.
+    """
+    saving = _Saving.of(storage, replace(whole, n_ranks=None), state, place_of(whole.id, rank))
+    pin = to_bytes(replace(whole, streams={}, is_complete=False, pinned_at=time.time()), {"arrays": 0}, None)
+    groups = {_key(whole.id): pin, f"{place_of(whole.id)}/ranks/zarr.json": dump_json(GROUP)}
+    storage.map(lambda key: _put_first(storage, key, groups[key]), list(groups))
+    saving.save(check)
+
+
+def _put_first(storage: Storage, key: str, data: bytes) -> None:
+    with contextlib.suppress(FileExistsError):
+        storage.put(key, data, ABSENT)
+
+
+def publish(storage: Storage, whole: Checkpoint) -> Checkpoint:
+    """Make a checkpoint out of the parts of all ranks, which are durable: one put; returns it as readers see it.
+
+    Args:
+        storage: Where the store is.
+        whole: With what any rank wants of each stream.
+
+    Raises:
+        ConflictError: Somebody has removed it meanwhile, or there is another of this id.
+    """
+    whole = replace(whole, is_complete=True, pinned_at=None, ancestors=_ancestors(storage, whole))
+    found = _read(storage, whole.id)
+    if found is None or found.is_complete or found.world != whole.world:
+        raise ConflictError(
+            f"{storage.display}: checkpoint '{whole.id}' was removed, or saved by others; save it again"
+        )
     try:
-        saving.put(check)
-    except BaseException:
-        with contextlib.suppress(StorageError):  # it is incomplete, so nobody sees what is left
-            saving.withdraw()
-        raise
-    return saving.checkpoint
+        data = to_bytes(whole, {"arrays": 0}, None)
+        whole, _, _ = parse(data, whole.id, storage.display)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the checkpoint can't be stored: {error}") from error
+    storage.put(_key(whole.id), data)
+    return whole
 
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """One checkpoint on its way."""
+    """One checkpoint, or a rank's part of one, on its way."""
 
     storage: Storage
     checkpoint: Checkpoint
+    place: str
     arrays: Mapping[str, StateArray]
     pin: bytes
     whole: bytes
 
     @staticmethod
-    def of(storage: Storage, checkpoint: Checkpoint, state: Any) -> _Saving:
+    def of(storage: Storage, checkpoint: Checkpoint, state: Any, place: str) -> _Saving:
         """Look at all of it before anything is put."""
         tree, arrays = states.encode(state)
         text = states.dump(tree)
@@ -128,9 +181,7 @@ class _Saving:
             about["tree"] = tree
         else:
             named[_TREE] = StateArray.of(np.frombuffer(text, np.uint8), "uint8")
-        checkpoint = replace(
-            checkpoint, is_complete=True, pinned_at=None, ancestors=_ancestors(storage, checkpoint)
-        )
+        checkpoint = replace(checkpoint, is_complete=True, pinned_at=None)
         pin = replace(checkpoint, is_complete=False, pinned_at=time.time())
         try:
             whole = to_bytes(checkpoint, about, _nodes(named))
@@ -138,7 +189,20 @@ class _Saving:
         except (TypeError, ValueError) as error:
             raise DataError(f"the checkpoint can't be stored: {error}") from error
         # Nodes that a walker finds must be in the consolidated metadata, so they are there from the beginning.
-        return _Saving(storage, checkpoint, named, to_bytes(pin, {"arrays": 0}, nodes), whole)
+        return _Saving(storage, checkpoint, place, named, to_bytes(pin, {"arrays": 0}, nodes), whole)
+
+    def save(self, check: Callable[[], None] | None) -> Checkpoint:
+        try:
+            self.put(check)
+        except BaseException:
+            with contextlib.suppress(StorageError):  # it is incomplete, so nobody sees what is left
+                self.withdraw()
+            raise
+        return self.checkpoint
+
+    @property
+    def key(self) -> str:
+        return f"{self.place}/zarr.json"
 
     def put(self, check: Callable[[], None] | None) -> None:
         started = time.monotonic()
@@ -152,39 +216,38 @@ class _Saving:
             check()  # the pin is about to expire, so marks may pass it
         # Where puts don't compare versions, look: a record without its arrays would be damage.
         with contextlib.suppress(FileNotFoundError):
-            if self.storage.get(_key(self.checkpoint.id)) == self.pin:
-                self.storage.put(_key(self.checkpoint.id), self.whole, version)
+            if self.storage.get(self.key) == self.pin:
+                self.storage.put(self.key, self.whole, version)
                 return
         raise ConflictError(f"{self._name()} was removed while it was being saved; save it again")
 
     def withdraw(self) -> None:
         """Remove what this has put; a complete checkpoint that was there before stays."""
         try:
-            found = self.storage.get(_key(self.checkpoint.id))
+            found = self.storage.get(self.key)
         except FileNotFoundError:
             found = self.pin
         if found in (self.pin, self.whole) or not self._is_complete(found):
-            remove(self.storage, self.checkpoint.id)
+            _remove(self.storage, self.checkpoint.id, self.place)
 
     def _put_pin(self) -> str | None:
         """From here on the rows are kept. None if an earlier try has put all of it, unheard."""
-        key = _key(self.checkpoint.id)
         try:
-            return self.storage.put(key, self.pin, ABSENT)
+            return self.storage.put(self.key, self.pin, ABSENT)
         except FileExistsError:
-            found = self.storage.get(key)
+            found = self.storage.get(self.key)
         if found == self.whole:
             return None
         if self._is_complete(found):
             raise ConflictError(f"{self._name()} exists already")
-        remove(self.storage, self.checkpoint.id)  # what a try before has left
-        return self.storage.put(key, self.pin, ABSENT)
+        _remove(self.storage, self.checkpoint.id, self.place)  # what a try before has left
+        return self.storage.put(self.key, self.pin, ABSENT)
 
     def _put_arrays(self) -> None:
         # A group before what is in it, an array before its chunks: none is ever there without its zarr.json.
         if not self.arrays:
             return
-        prefix = f"checkpoints/{self.checkpoint.id}/state"
+        prefix = f"{self.place}/state"
         self.storage.put(f"{prefix}/zarr.json", dump_json(GROUP))
         nodes = {f"{prefix}/{name}/zarr.json": dump_json(array.metadata()) for name, array in self.arrays.items()}
         self.storage.put_many([Put(key, lambda data=data: data) for key, data in nodes.items()])  # type: ignore[misc]
@@ -219,8 +282,12 @@ def remove(storage: Storage, checkpoint_id: str) -> None:
     """Remove a checkpoint, complete or not: gone at once for readers, then its objects. Again is fine."""
     if not is_stream_id(checkpoint_id):
         raise ValueError(f"{checkpoint_id!r:.80} is not the id of a checkpoint")
-    key, prefix = _key(checkpoint_id), f"checkpoints/{checkpoint_id}"
-    data = _get(storage, checkpoint_id)
+    _remove(storage, checkpoint_id, place_of(checkpoint_id))
+
+
+def _remove(storage: Storage, checkpoint_id: str, prefix: str) -> None:
+    key = f"{prefix}/zarr.json"
+    data = _get(storage, key)
     if data is not None:
         # A group without its zarr.json makes Zarr readers warn: it stays, marked, until nothing else is left.
         storage.put(key, _marked(storage, checkpoint_id, data))
@@ -230,8 +297,10 @@ def remove(storage: Storage, checkpoint_id: str) -> None:
 
 def _marked(storage: Storage, checkpoint_id: str, data: bytes) -> bytes:
     """The record of a checkpoint that is being removed: incomplete, old, and of no streams."""
+    nodes: dict[str, Any] | None
     try:
-        nodes = parse(data, checkpoint_id, storage.display)[2]
+        known, _, nodes = parse(data, checkpoint_id, storage.display)
+        nodes = nodes if known.n_ranks is None else None
     except FormatError:
         nodes = {}  # damaged; to remove it is what one would do
     marked = Checkpoint(checkpoint_id, checkpoint_id.rpartition("-")[0], time.time(), pinned_at=0.0)
@@ -302,29 +371,54 @@ def pins(storage: Storage, *, pending_s: float = PENDING_S) -> dict[str, int]:
     smallest: dict[str, int] = {}
     for checkpoint in _read_all(storage):
         if checkpoint.is_complete or _is_pending(checkpoint, pending_s):
-            for stream, cut in checkpoint.streams.items():
-                smallest[stream] = min(cut.first, smallest.get(stream, cut.first))
+            for wanting in (checkpoint, *_begun_parts(storage, checkpoint)):
+                for stream, cut in wanting.streams.items():
+                    smallest[stream] = min(cut.first, smallest.get(stream, cut.first))
     return smallest
 
 
-def read_state(storage: Storage, checkpoint: Checkpoint) -> Any:
+def _begun_parts(storage: Storage, checkpoint: Checkpoint) -> list[Checkpoint]:
+    """The parts that there are of a checkpoint that ranks are saving: until it is whole, each pins its own rows."""
+    if checkpoint.is_complete or checkpoint.n_ranks is None:
+        return []
+    names = [name for name in storage.list_names(f"{place_of(checkpoint.id)}/ranks") if name.isdecimal()]
+    found = storage.map(lambda name: _get(storage, f"{place_of(checkpoint.id, int(name))}/zarr.json"), names)
+    return [parse(data, checkpoint.id, storage.display)[0] for data in found if data is not None]
+
+
+def read_state(
+    storage: Storage, checkpoint: Checkpoint, rank: int | None = None, keys: Iterable[str] | None = None
+) -> Any:
     """The state that was saved with a checkpoint; arrays and tensors as numpy arrays, bfloat16 as float32.
+
+    Args:
+        storage: Where the store is.
+        checkpoint: Which.
+        rank: Whose, where several ranks saved it.
+        keys: Read only what the state has under these.
 
     Raises:
         CheckpointNotFoundError: It was removed meanwhile.
         CorruptionError: Some of it is damaged or missing.
     """
-    data = _get(storage, checkpoint.id)
-    what = f"{storage.display}/checkpoints/{checkpoint.id}"
+    place = place_of(checkpoint.id, rank if checkpoint.n_ranks is not None else None)
+    data, what = _get(storage, f"{place}/zarr.json"), f"{storage.display}/{place}"
     if data is not None and parse(data, checkpoint.id, storage.display)[0].is_complete:
         try:
-            return _decoded_state(storage, checkpoint.id, data)
+            return _decoded_state(storage, checkpoint.id, place, data, keys)
         except FormatError as error:
             raise FormatError(f"{what}: {error}") from error
         except CorruptionError:
-            if _get(storage, checkpoint.id) == data:
+            if _get(storage, f"{place}/zarr.json") == data:
                 raise
+    elif data is None and checkpoint.n_ranks is not None and _get(storage, _key(checkpoint.id)) is not None:
+        raise CorruptionError(f"{what} is missing")
     raise CheckpointNotFoundError(f"{what} was removed")
+
+
+def parts_of(checkpoint: Checkpoint) -> list[int | None]:
+    """The ranks that have a part of a checkpoint; [None] where there was a single session."""
+    return [None] if checkpoint.n_ranks is None else list(range(checkpoint.n_ranks))
 
 
 def stored_objects(storage: Storage, checkpoint: Checkpoint) -> tuple[bytes, Iterator[str]]:
@@ -333,12 +427,22 @@ def stored_objects(storage: Storage, checkpoint: Checkpoint) -> tuple[bytes, Ite
     Raises:
         CheckpointNotFoundError: It was removed meanwhile.
     """
-    data, prefix = _get(storage, checkpoint.id), f"checkpoints/{checkpoint.id}"
-    if data is not None:
-        found, _, nodes = parse(data, checkpoint.id, storage.display)
-        if found.is_complete:
-            return data, (f"{prefix}/{name}" for path, node in nodes.items() for name in _object_names(path, node))
-    raise CheckpointNotFoundError(f"{storage.display}/{prefix} was removed")
+    data = _get(storage, _key(checkpoint.id))
+    if data is not None and parse(data, checkpoint.id, storage.display)[0].is_complete:
+        return data, itertools.chain.from_iterable(
+            _part_objects(storage, checkpoint, rank) for rank in parts_of(checkpoint)
+        )
+    raise CheckpointNotFoundError(f"{storage.display}/{place_of(checkpoint.id)} was removed")
+
+
+def _part_objects(storage: Storage, checkpoint: Checkpoint, rank: int | None) -> Iterator[str]:
+    place = place_of(checkpoint.id, rank)
+    data = storage.get(f"{place}/zarr.json")
+    if rank is not None:
+        yield f"{place_of(checkpoint.id)}/ranks/zarr.json"
+        yield f"{place}/zarr.json"
+    nodes = parse(data, checkpoint.id, storage.display)[2]
+    yield from (f"{place}/{name}" for path, node in nodes.items() for name in _object_names(path, node))
 
 
 def _object_names(path: str, node: Any) -> Iterator[str]:
@@ -348,7 +452,9 @@ def _object_names(path: str, node: Any) -> Iterator[str]:
         yield from (f"{path}/{layout.chunk_key(i)}" for i in range(-(-rows // layout.chunk_rows)))
 
 
-def _decoded_state(storage: Storage, checkpoint_id: str, data: bytes) -> Any:
+def _decoded_state(
+    storage: Storage, checkpoint_id: str, place: str, data: bytes, keys: Iterable[str] | None
+) -> Any:
     _, about, nodes = parse(data, checkpoint_id, storage.display)
     try:
         n_arrays, tree = check_count(about["arrays"], "arrays"), () if "tree" in about else (_TREE,)
@@ -358,24 +464,35 @@ def _decoded_state(storage: Storage, checkpoint_id: str, data: bytes) -> Any:
         raise FormatError(f"state is malformed: {error!r:.200}") from error
     if _TREE in layouts and layouts[_TREE][1] > states.MAX_TEXT_BYTES:
         raise FormatError(f"{layouts[_TREE][1]} bytes of state text; at most {states.MAX_TEXT_BYTES}")
-    arrays = states.read_arrays(storage, f"checkpoints/{checkpoint_id}/state", layouts)
-    encoded = about["tree"] if "tree" in about else states.load(arrays.pop().tobytes())
-    return states.decode(encoded, arrays)
+    encoded = about.get("tree")
+    if _TREE in layouts:
+        text = states.read_arrays(storage, f"{place}/state", {_TREE: layouts.pop(_TREE)})[0]
+        encoded = states.load(text.tobytes())
+    if keys is not None:
+        encoded, names_used = states.select(encoded, keys)
+        layouts = {name: layouts[name] for name in names_used if name in layouts}
+    arrays = states.read_arrays(storage, f"{place}/state", layouts)
+    return states.decode(encoded, dict(zip(layouts, arrays, strict=True)))
+
+
+def place_of(checkpoint_id: str, rank: int | None = None) -> str:
+    """Where a checkpoint is, or a rank's part of it."""
+    return f"checkpoints/{checkpoint_id}" + ("" if rank is None else f"/ranks/{rank}")
 
 
 def _key(checkpoint_id: str) -> str:
-    return f"checkpoints/{checkpoint_id}/zarr.json"
+    return f"{place_of(checkpoint_id)}/zarr.json"
 
 
-def _get(storage: Storage, checkpoint_id: str) -> bytes | None:
+def _get(storage: Storage, key: str) -> bytes | None:
     try:
-        return storage.get(_key(checkpoint_id))
+        return storage.get(key)
     except FileNotFoundError:
         return None  # being removed, or a directory that is no checkpoint
 
 
 def _read(storage: Storage, checkpoint_id: str) -> Checkpoint | None:
-    data = _get(storage, checkpoint_id)
+    data = _get(storage, _key(checkpoint_id))
     return None if data is None else parse(data, checkpoint_id, storage.display)[0]
 
 

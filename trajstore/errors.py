@@ -69,5 +69,13 @@ class SnapshotExpiredError(TrajstoreError, LookupError):
     """Rows that this snapshot shows were evicted meanwhile: refresh."""
 
 
+class RankError(TrajstoreError, RuntimeError):
+    """Another rank failed, disagrees, or is not who it should be: the message names it; nothing was published."""
+
+
+class RankTimeoutError(RankError, TimeoutError):
+    """A rank did not answer in time: see whether it is still alive."""
+
+
 class MissingExtraError(TrajstoreError, ImportError):
     """An optional dependency is not installed: the message says which extra to install."""

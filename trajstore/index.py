@@ -32,6 +32,7 @@ TERMINATED = 2
 TRUNCATED = 4
 OPEN = 8
 HEADLESS = 16
+BEGINS = 32  # its first steps are gone, and the first that is left counts as its beginning
 MARK = 128  # never set on an episode; free for telling it from 0
 
 
@@ -141,6 +142,7 @@ class EpisodeIndex:
         self.episode = Growing(np.int64, device)
         self.t_base = Growing(np.int64, device)  # t of the first row that is still stored
         self.env = Growing(np.int32, device)
+        self.shown_env = Growing(np.int32, device)  # the same, but for episodes that came from other ranks
         self.span_logical = Growing(np.int64, device)
         self.span_row = Growing(np.int64, device)
         self.span_source = Growing(np.int32, device)
@@ -156,12 +158,16 @@ class EpisodeIndex:
         self._entries: list[ByEpisode] = []  # by stream number: the entry of each episode, or -1
         self._floors: list[ByEpisode] = []  # by stream number: steps of an episode below were evicted here
         self._has_floors = False
+        self._shown: list[tuple[ByEpisode, ByEpisode, ByEpisode]] = []  # by stream number: env, flags, beginning
+        self._has_shown = False
         self._own_marks: dict[str, int] = {}  # by stream: rows below are not wanted here, whatever records say
         self.n_evictions = 0  # changes whenever steps were taken away
         self.follows_evictions = False  # whether anybody asks for `take_evictions`
         self._evictions: list[Array] = []
         self.newest = np.empty(0, np.int64)  # by stream number: the largest number that an episode has had
         self.numbers: dict[str, int] = {}  # of streams, by id
+        self.rank = 0  # of whoever shows this
+        self._source_ranks = Growing(np.int64, device)  # by stream number: who recorded it
 
     def update(self, snapshot: Snapshot) -> None:
         """Take in what a newer snapshot shows; costs what is new, what is open and what was evicted.
@@ -171,6 +177,7 @@ class EpisodeIndex:
         for name in snapshot.names:
             self.number_of(name)
         number = np.array([self.numbers[name] for name in snapshot.names], np.int64)
+        self._learn_ranks(snapshot)
         parts = dict(zip((record.id for record in snapshot.streams), snapshot.parts(), strict=True))
         parts.pop(self.followed, None)
         self._settle(parts)
@@ -188,6 +195,22 @@ class EpisodeIndex:
             columns = self._with_carried(columns, finished)
         self._take(join(self._above_floors(columns)))
         self.version += 1
+
+    def _learn_ranks(self, snapshot: Snapshot) -> None:
+        n = self._source_ranks.n
+        if len(self.numbers) == n:
+            return
+        ranks = np.full(len(self.numbers), self.rank)
+        for record in snapshot.streams:
+            ranks[self.numbers[record.id]] = record.rank or 0
+        self._source_ranks.rewrite(n, ranks[n:])
+
+    def source_ranks(self) -> torch.Tensor:
+        """By stream number: the rank that recorded it; a session without ranks is rank 0."""
+        missing = len(self.numbers) - self._source_ranks.n
+        if missing > 0:  # what is only followed yet is our own
+            self._source_ranks.rewrite(self._source_ranks.n, np.full(missing, self.rank))
+        return self._source_ranks.device
 
     def _settle(self, parts: Mapping[str, StreamSpans]) -> None:
         """Begin anew where something other than new spans and evictions has changed."""
@@ -222,8 +245,12 @@ class EpisodeIndex:
         """Which episodes there are, in order, and from which step on."""
         entry = slice(self.first, self.n)
         columns = {"stream": self.stream, "episode": self.episode, "t": self.t_base}
-        found = {"streams": list(self.numbers), "newest": self.newest.copy()}
-        return found | {n: c.host[entry].astype(np.int64) for n, c in columns.items()}
+        found: dict[str, Any] = {"streams": list(self.numbers), "newest": self.newest.copy()}
+        found |= {n: c.host[entry].astype(np.int64) for n, c in columns.items()}
+        if self._has_shown:
+            env, flags, begin = self._shown_of(found["stream"], found["episode"])
+            found |= {"env": env, "flags": flags, "begin": begin}
+        return found
 
     def arrange(self, order: Mapping[str, Any]) -> None:
         """Show just the episodes of another index, in its order and from its steps on; all here have ended.
@@ -245,6 +272,8 @@ class EpisodeIndex:
             mine = stream == n
             self._floors[n].put(episode[mine], np.asarray(order["t"])[mine])
         self._has_floors = True
+        if "env" in order:
+            self._show(stream, episode, *(np.asarray(order[name]) for name in ("env", "flags", "begin")))
         kept = self._seen, self._carried, self._first_rows, self.first
         self._restart()
         self._seen, self._carried, self._first_rows, first = kept
@@ -252,6 +281,22 @@ class EpisodeIndex:
         known = number >= 0
         np.maximum.at(self.newest, number[known], np.asarray(order["newest"])[: len(number)][known])
         self.version += 1
+
+    def _show(self, stream: Array, episode: Array, *values: Array) -> None:
+        """Episodes have another env here, further flags, and a step that counts as their first (`GONE`: none)."""
+        self._has_shown = True
+        for n in np.unique(stream):
+            mine = stream == n
+            for table, column in zip(self._shown[n], values, strict=True):
+                table.put(episode[mine], column[mine])
+
+    def _shown_of(self, stream: Array, episode: Array) -> tuple[Array, Array, Array]:
+        found = tuple(np.empty(len(stream), np.int64) for _ in range(3))
+        for n in np.unique(stream):
+            mine = stream == n
+            for table, column in zip(self._shown[n], found, strict=True):
+                column[mine] = table.get(episode[mine])
+        return found[0], found[1], found[2]
 
     def _closed_of(self, stream: int | None) -> Episodes:
         """The entries of a stream's episodes that ended, or of all of them, as they were written."""
@@ -262,9 +307,9 @@ class EpisodeIndex:
         owner = np.searchsorted(self.logical.host, self.span_logical.host[spans], side="right") - 1
         mine = np.isin(owner, entry)
         spans, n_rows = spans[mine], (ends - self.span_logical.host[spans])[mine]
-        number, episode, t_base, env = (column.host[entry].astype(np.int64) for column in self._columns())
+        number, episode, t_base, env = (column.host[entry].astype(np.int64) for column in self._columns()[:4])
         rows = self.logical.host[entry + 1] - self.logical.host[entry]
-        flags = self.flags.host[entry] & ~np.uint8(HEADLESS)
+        flags = self.flags.host[entry] & ~np.uint8(HEADLESS | BEGINS)
         places = self.span_row.host[spans], self.span_source.host[spans]
         return Episodes(number, episode, env, t_base, rows, flags, n_rows, *places)
 
@@ -278,7 +323,7 @@ class EpisodeIndex:
         return marks
 
     def _columns(self) -> tuple[Growing, ...]:
-        return self.stream, self.episode, self.t_base, self.env
+        return self.stream, self.episode, self.t_base, self.env, self.shown_env
 
     def _span_columns(self) -> tuple[Growing, ...]:
         return self.span_logical, self.span_row, self.span_source
@@ -443,6 +488,7 @@ class EpisodeIndex:
         flags, values = self.flags.host[kept], [column.host[kept] for column in self._columns()]
         values[2] = values[2] + lost
         flags = flags | np.where(values[2] > 0, HEADLESS, 0).astype(np.uint8)
+        flags = flags & ~np.where(lost > 0, BEGINS, 0).astype(np.uint8)
         self.flags.put(np.arange(stop), np.append(np.zeros(start, np.uint8), flags))
         for column, value in zip(self._columns(), values, strict=True):
             column.put(where, value)
@@ -507,6 +553,7 @@ class EpisodeIndex:
             self.numbers[stream] = len(self.numbers)
             self._entries.append(ByEpisode())
             self._floors.append(ByEpisode(default=0))
+            self._shown.append((ByEpisode(-1), ByEpisode(0), ByEpisode(GONE)))
             self.newest = np.append(self.newest, -1)
         return self.numbers[stream]
 
@@ -539,7 +586,13 @@ class EpisodeIndex:
         self.logical.rewrite(at + 1, before + np.cumsum(new.n_rows))
         steps_before = int(self.step_sums.host[at - 1]) if at else self.step_base
         self.step_sums.rewrite(at, steps_before + np.cumsum(new.n_rows - (new.flags & HAS_FINAL)))
-        self.flags.rewrite(at, new.flags + ((new.t_base > 0) * HEADLESS).astype(np.uint8))
+        flags, env = new.flags + ((new.t_base > 0) * HEADLESS).astype(np.uint8), new.env
+        if self._has_shown:
+            shown, more, begin = self._shown_of(new.stream, new.episode)
+            flags = flags | (more + (begin == new.t_base) * BEGINS).astype(np.uint8)
+            env = np.where(shown >= 0, shown, env)
+        self.flags.rewrite(at, flags)
+        self.shown_env.rewrite(at, env.astype(np.int32))
         self.stream.rewrite(at, new.stream.astype(np.int32))
         self.episode.rewrite(at, new.episode)
         self.t_base.rewrite(at, new.t_base)
@@ -569,7 +622,7 @@ class EpisodeIndex:
 
     @property
     def nbytes(self) -> int:
-        arrays = (self.logical, self.step_sums, self.flags, self.stream, self.episode, self.t_base, self.env)
+        arrays = (self.logical, self.step_sums, self.flags, *self._columns())
         tables = sum(table.nbytes for table in self._entries)
         return sum(a.nbytes for a in arrays) + tables + self.span_nbytes
 

@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from trajstore.compiled import compiled, random_bits
 from trajstore.schema import Array
 
-HAS_FINAL, TERMINATED, TRUNCATED, OPEN = 1, 2, 4, 8  # as in the index
+HAS_FINAL, TERMINATED, TRUNCATED, OPEN, BEGINS = 1, 2, 4, 8, 32  # as in the index
 
 
 @intrinsic
@@ -91,6 +91,7 @@ def frame(
         base = logical[e]
         last = logical[e + 1] - base - (flag & HAS_FINAL) - 1
         first = -t_base[e]
+        begin = np.int64(0) if flag & BEGINS != 0 else first
         is_ended, is_terminated = flag & OPEN == 0, flag & TERMINATED != 0
         is_truncated = flag & TRUNCATED != 0
         handles[b, 0] = stream[e]
@@ -106,7 +107,7 @@ def frame(
             inside[b, j] = near
             masks[0, b, j] = near == position
             masks[1, b, j] = (near == position) & is_learning[j]
-            masks[2, b, j] = (near == position) & (position == first)
+            masks[2, b, j] = (near == position) & (position == begin)
             masks[3, b, j] = is_last & is_ended
             masks[4, b, j] = is_last & is_terminated
             masks[5, b, j] = is_last & is_truncated

@@ -15,10 +15,11 @@ import torch
 
 from trajstore.cache import UNSIGNED
 from trajstore.errors import DataError
-from trajstore.index import HAS_FINAL, MARK, OPEN, TERMINATED, TRUNCATED, EpisodeIndex, Rows
+from trajstore.index import BEGINS, HAS_FINAL, HEADLESS, MARK, OPEN, TERMINATED, TRUNCATED, EpisodeIndex, Rows
 from trajstore.pager import Wanted
 from trajstore.schema import Field, Schema
 from trajstore.snapshot import selected_paths
+from trajstore.spans import End
 from trajstore.starts import Draw, Starts
 from trajstore.windows import Windows, relative
 
@@ -26,8 +27,9 @@ MASKS = ("valid", "learn", "is_first", "is_last", "terminated", "truncated")
 WHOLE = (  # what a window has once, not at every step
     *("index", "priority/weight", "priority/probability"),
     *("hindsight/relabelled", "hindsight/goal_index"),
+    *(f"provenance/{name}" for name in ("rank", "env", "source_rank", "source_env", "end", "is_headless")),
 )
-RESERVED = {*MASKS, "index", "next", "n_step", "priority", "hindsight"}
+RESERVED = {*MASKS, "index", "next", "n_step", "priority", "hindsight", "provenance"}
 _BFLOAT16_MAX = 3.3895313892515355e38
 _NOTHING = torch.empty(0)
 _NEVER = -(1 << 62)  # a position that no step has
@@ -125,7 +127,24 @@ class Planner:
         known = dict(zip(MASKS, masks, strict=True)) | {"index": steps.handles}
         if draw.weight is not None and draw.probability is not None:
             known |= {"priority/weight": draw.weight, "priority/probability": draw.probability}
+        if self._spec.provenance:
+            known |= self._provenance(draw.entry)
         return Plan(wanted, exists, known, after)
+
+    def _provenance(self, entry: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Who holds the episodes of windows, who recorded them, and what they lack."""
+        index, flags = self._index, self._index.flags.device[entry].to(torch.int64)
+        ended = torch.where((flags & TRUNCATED) != 0, int(End.TRUNCATED), int(End.CUT))
+        ended = torch.where((flags & TERMINATED) != 0, int(End.TERMINATED), ended)
+        found = {
+            "rank": torch.full_like(entry, index.rank),
+            "env": index.shown_env.device[entry].to(torch.int64),
+            "source_rank": index.source_ranks()[index.stream.device[entry].to(torch.int64)],
+            "source_env": index.env.device[entry].to(torch.int64),
+            "end": torch.where((flags & OPEN) != 0, int(End.OPEN), ended),
+            "is_headless": (flags & (HEADLESS | BEGINS)) == HEADLESS,
+        }
+        return {f"provenance/{name}": value for name, value in found.items()}
 
     def _handles(self, draw: Draw) -> torch.Tensor:
         index = self._index
@@ -190,7 +209,7 @@ class Planner:
         return (
             exists,
             exists & self._is_learning,
-            exists & (position == -self._index.t_base.device[entry]),
+            exists & (position == torch.where((flags & BEGINS) != 0, 0, -self._index.t_base.device[entry])),
             (end & (MARK | OPEN)) == MARK,
             (end & TERMINATED) != 0,
             (end & TRUNCATED) != 0,

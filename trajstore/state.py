@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,8 +185,20 @@ def load(text: bytes) -> Any:
         raise FormatError(f"the state is not readable as JSON: {error}") from error
 
 
-def decode(encoded: Any, arrays: Sequence[Array]) -> Any:
-    """The tree that `encode` was given, with numpy arrays; ``arrays`` are as stored, by number.
+def select(encoded: Any, keys: Iterable[str]) -> tuple[Any, list[str]]:
+    """What an encoded mapping has under some keys, and the numbers of the arrays that this names.
+
+    Raises:
+        FormatError: It is not a mapping.
+    """
+    if not isinstance(encoded, dict):
+        raise FormatError(f"the state: expected a mapping, got {encoded!r:.80}")
+    chosen = {key: encoded[key] for key in keys if key in encoded}
+    return chosen, _named(chosen, 0)
+
+
+def decode(encoded: Any, arrays: Mapping[str, Array]) -> Any:
+    """The tree that `encode` was given, with numpy arrays; ``arrays`` are as stored, by number and in order.
 
     Raises:
         FormatError: The tree is malformed.
@@ -198,9 +210,22 @@ def decode(encoded: Any, arrays: Sequence[Array]) -> Any:
     return tree
 
 
+def _named(encoded: Any, depth: int) -> list[str]:
+    """The numbers of the arrays that a part of the tree names."""
+    _check_depth(depth)
+    if isinstance(encoded, list):
+        return [name for item in encoded for name in _named(item, depth + 1)]
+    if not isinstance(encoded, dict):
+        return []
+    if "$array" in encoded:
+        return [str(encoded["$array"])]
+    return [name for item in encoded.values() for name in _named(item, depth + 1)]
+
+
 class _Decoder:
-    def __init__(self, arrays: Sequence[Array]) -> None:
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.n_used = 0
+        self._names = list(arrays)
         self._arrays = arrays
         self._special: dict[str, Callable[[Any, int], Any]] = {
             "$tuple": lambda data, depth: tuple(self._items(data["$tuple"], depth)),
@@ -236,10 +261,12 @@ class _Decoder:
 
     def _array(self, encoded: dict[str, Any]) -> Array:
         # Each is named once and in order, so a short text can't ask for one array a million times.
-        if encoded["$array"] != self.n_used:
-            raise FormatError(f"the state names array {encoded['$array']!r:.40}, expected {self.n_used}")
+        number = encoded["$array"]
+        expected = self._names[self.n_used] if self.n_used < len(self._names) else str(self.n_used)
+        if type(number) is not int or str(number) != expected:
+            raise FormatError(f"the state names array {number!r:.40}, expected {expected}")
         self.n_used += 1
-        return _finished(encoded, self._arrays[self.n_used - 1])
+        return _finished(encoded, self._arrays[expected])
 
 
 def _check_depth(depth: int) -> None:

@@ -54,6 +54,9 @@ class Windows:
         n_step: Sum rewards over so many steps, or over a number drawn from an inclusive range for each window.
         gamma: Discount for ``n_step``.
         squeeze: Leave out the axis of the window; for windows of one step.
+        provenance: Say also where windows come from, under ``provenance``, ``[batch]`` each: ``rank`` and ``env``
+            that hold the episode now, ``source_rank`` and ``source_env`` that recorded it, how it ended (``end``: 0
+            open, 1 terminated, 2 truncated, 3 cut), and whether its first steps are gone (``is_headless``).
     """
 
     length: int = 1
@@ -70,6 +73,7 @@ class Windows:
     n_step: int | tuple[int, int] | None = None
     gamma: float = 0.99
     squeeze: bool = False
+    provenance: bool = False
 
     @classmethod
     def transitions(cls, n_step: int | tuple[int, int] | None = None, gamma: float = 0.99, **more: Any) -> Windows:

@@ -150,6 +150,11 @@ class Writer:
     def is_closed(self) -> bool:
         return self._is_closed
 
+    @property
+    def rank(self) -> int | None:
+        """Of this writer among those of its world, as recorded with the stream."""
+        return self._options.rank
+
     def append(
         self,
         step: Step,

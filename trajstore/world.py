@@ -1,0 +1,346 @@
+"""The ranks that write one store together: how they find each other, and how they agree."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trajstore.board import (
+    Board,
+    LocalBoard,
+    StorageBoard,
+    TorchBoard,
+    member_bytes,
+    member_key,
+    read_member,
+    world_key,
+)
+from trajstore.errors import ClosedError, FormatError, RankError, RankTimeoutError
+from trajstore.record import FORMAT, GROUP, dump_json, is_stream_id, load_json, new_id, own_attributes
+from trajstore.storage import ABSENT, Storage
+
+_FIRST_POLL_S = 0.002
+_KEPT_S = 30 * 86400.0  # what a world that began so long ago has left is removed
+_count = itertools.count()  # of worlds that this process has been in; the same on all ranks
+
+
+@dataclass(slots=True)
+class World:
+    """One rank's place among all that write a store together.
+
+    Attributes:
+        id: Of this set of sessions.
+        rank: Of this one.
+        size: How many there are.
+        board: Where they leave notes.
+        timeout_s: How long to wait for another rank.
+    """
+
+    id: str
+    rank: int
+    size: int
+    board: Board
+    timeout_s: float
+    is_closing: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def post(self, key: str, note: Any) -> None:
+        self.board.post(key, note)
+
+    def read(self, key: str, rank: int = 0) -> Any:
+        """A rank's note as it is now; None where there is none."""
+        return self.board.read([rank], key).get(rank)
+
+    def gather(self, key: str, note: Any) -> list[Any]:
+        """Leave a note and wait for those of all others; by rank.
+
+        Raises:
+            RankTimeoutError: Some rank left none.
+        """
+        self.post(key, note)
+        return self.await_notes(key, range(self.size))
+
+    def await_notes(self, key: str, ranks: Iterable[int], what: str | None = None) -> list[Any]:
+        """Wait until these ranks have left a note.
+
+        Raises:
+            RankTimeoutError: Some did not in time; names them.
+            ClosedError: The world was left meanwhile.
+        """
+        wanted = list(ranks)
+        found: dict[int, Any] = {}
+        until, pause = time.monotonic() + self.timeout_s, _FIRST_POLL_S
+        while True:
+            found |= self.board.read([rank for rank in wanted if rank not in found], key)
+            if missing := [rank for rank in wanted if rank not in found]:
+                if time.monotonic() > until:
+                    raise RankTimeoutError(
+                        f"{named(missing)} of {self.size} did not answer within {self.timeout_s:g} s"
+                        f" ({what or key}): not running, or stuck"
+                    )
+                if self.is_closing.wait(pause):
+                    raise ClosedError(f"the buffer was closed while it waited for {named(missing)}")
+                pause = min(2 * pause, self.board.poll_s)
+                continue
+            return [found[rank] for rank in wanted]
+
+    def agree(self, key: str, facts: Mapping[str, Any]) -> None:
+        """See that all ranks say the same of themselves.
+
+        Raises:
+            RankError: One differs; names it and what.
+        """
+        first, *others = self.gather(key, dict(facts))
+        for rank, other in enumerate(others, 1):
+            for name in facts:
+                if other.get(name) != first.get(name):
+                    raise RankError(
+                        f"rank {rank} has {name} {other.get(name)!r:.200}, rank 0 has {first.get(name)!r:.200};"
+                        " all ranks of a world need the same"
+                    )
+
+
+def named(ranks: Iterable[int]) -> str:
+    listed = [str(rank) for rank in ranks]
+    return f"rank{'s' if len(listed) > 1 else ''} {', '.join(listed)}"
+
+
+def check_ranks(rank: int | None, world_size: int | None) -> None:
+    """Refuse ranks that can't be.
+
+    Raises:
+        ValueError: They are not two numbers of which the first is smaller, or only one is given.
+    """
+    if (rank is None) != (world_size is None):
+        raise ValueError(f"rank and world_size go together, got rank={rank!r} and world_size={world_size!r}")
+    if rank is None or world_size is None:
+        return
+    for name, value, low in (("world_size", world_size, 1), ("rank", rank, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"{name}: expected an integer of at least {low}, got {value!r}")
+    if rank >= world_size:
+        raise ValueError(f"rank: expected less than the world_size {world_size}, got {rank}")
+
+
+def torch_ranks() -> tuple[int, int] | None:
+    """This process's rank and the number of processes, where torch.distributed is in use."""
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def alone(rank: int = 0) -> World:
+    """A world of one."""
+    return World(new_id("world"), rank, 1, LocalBoard(), 0.0)
+
+
+def join(
+    storage: Storage, rank: int, size: int, *, checkpoint: str | None, timeout_s: float, through: str | None = None
+) -> World:
+    """Find the other ranks; returns when all of them are here.
+
+    Args:
+        storage: Of the store that they write.
+        rank: Of this one.
+        size: How many there are.
+        checkpoint: Id of the checkpoint that all of them go on from.
+        timeout_s: How long to wait for another rank, now and later.
+        through: ``"torch"`` or ``"store"``; by default torch.distributed where it has the same ranks.
+
+    Raises:
+        RankTimeoutError: Some did not come; names them.
+    """
+    if through not in (None, "torch", "store"):
+        raise ValueError(f"through: expected 'torch', 'store' or None, got {through!r}")
+    there = torch_ranks() if through != "store" else None
+    if through == "torch" and there != (rank, size):
+        raise ValueError(f"through='torch': torch.distributed has (rank, size) {there}, the buffer {(rank, size)}")
+    if size == 1:
+        return alone(rank)
+    if there == (rank, size):
+        return _join_by_torch(storage, rank, size, checkpoint, timeout_s)
+    return _Joining(storage, rank, size, checkpoint, timeout_s).join()
+
+
+def _join_by_torch(storage: Storage, rank: int, size: int, checkpoint: str | None, timeout_s: float) -> World:
+    store = _torch_store(f"trajstore/{next(_count)}")
+    world = World("", rank, size, TorchBoard(store, rank), timeout_s)
+    if rank == 0:
+        world.id = new_id("world")
+        put_world(storage, world.id, size, checkpoint)
+        world.post("world", world.id)
+    else:
+        world.id = world.await_notes("world", [0], "the id of their world")[0]
+    return world
+
+
+def _torch_store(prefix: str) -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
+
+
+def put_world(storage: Storage, world: str, size: int, checkpoint: str | None) -> None:
+    """Leave a place in the store for a world's notes, where others can find it."""
+    own = {
+        "format": FORMAT,
+        "kind": "world",
+        "size": size,
+        "checkpoint": checkpoint,
+        "created_at": time.time(),
+    }
+    put_group(storage, "worlds/zarr.json")
+    storage.put(world_key(world), dump_json(GROUP | {"attributes": {"trajstore": own}}), ABSENT)
+    _remove_old(storage)
+
+
+def put_group(storage: Storage, key: str) -> None:
+    """Put an empty group where there is none."""
+    with contextlib.suppress(FileExistsError):
+        storage.put(key, dump_json(GROUP), ABSENT)
+
+
+def list_worlds(storage: Storage) -> list[str]:
+    """Ids of all worlds that have left something, newest first."""
+    return sorted((name for name in storage.list_names("worlds") if is_stream_id(name)), reverse=True)
+
+
+def read_world(storage: Storage, world: str) -> dict[str, Any] | None:
+    """What is known of a world; None if it is gone."""
+    try:
+        data = storage.get(world_key(world))
+    except FileNotFoundError:
+        return None
+    what = f"{storage.display}/{world_key(world)}"
+    own = own_attributes(load_json(data, what), "world", what)
+    if not isinstance(own.get("size"), int) or not isinstance(own.get("created_at"), (int, float)):
+        raise FormatError(f"{what}: expected a size and a time")
+    return own
+
+
+def _remove_old(storage: Storage) -> None:
+    for name in list_worlds(storage)[8:]:
+        known = read_world(storage, name)
+        if known is not None and time.time() - known["created_at"] > _KEPT_S:
+            storage.remove_tree(f"worlds/{name}")
+
+
+class _Joining:
+    """Finds the other ranks through the store.
+
+    Rank 0 begins a new world; the others take their places in the newest one that fits, and move on to a newer one
+    that appears, until rank 0 has seen all places taken and says so. So what an earlier launch left behind, dead
+    before it was complete, holds nobody up.
+    """
+
+    def __init__(self, storage: Storage, rank: int, size: int, checkpoint: str | None, timeout_s: float) -> None:
+        self._storage = storage
+        self._rank = rank
+        self._size = size
+        self._checkpoint = checkpoint
+        self._timeout_s = timeout_s
+        self._nonce = os.urandom(16).hex()
+        self._seen: dict[str, str] = {}  # worlds that can't be ours, and why
+
+    def join(self) -> World:
+        if self._rank == 0:
+            world = self._world(new_id("world"))
+            put_world(self._storage, world.id, self._size, self._checkpoint)
+            self._take(world.id)
+            return self._lead(world)
+        until, pause, mine = time.monotonic() + self._timeout_s, _FIRST_POLL_S, ""
+        while True:
+            mine = self._newest(mine) or mine
+            if mine and self._is_in(mine):
+                return self._world(mine)
+            if time.monotonic() > until:
+                raise RankTimeoutError(self._reason(mine))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5 if self._storage.is_remote else 0.05)
+
+    def _world(self, id_: str) -> World:
+        board = StorageBoard(self._storage, id_, self._rank, self._nonce)
+        return World(id_, self._rank, self._size, board, self._timeout_s)
+
+    def _take(self, world: str) -> bool:
+        """Take this rank's place; False if somebody else has it."""
+        try:
+            self._storage.put(member_key(world, self._rank), member_bytes(self._nonce, {}), ABSENT)
+        except FileExistsError:
+            found = read_member(self._storage, world, self._rank)
+            return found is not None and found["nonce"] == self._nonce
+        return True
+
+    def _lead(self, world: World) -> World:
+        """Wait for all others, then say who is in."""
+        members: dict[int, str] = {0: self._nonce}
+        until, pause = time.monotonic() + self._timeout_s, _FIRST_POLL_S
+        while missing := [rank for rank in range(self._size) if rank not in members]:
+            found = self._storage.map(lambda rank: read_member(self._storage, world.id, rank), missing)
+            members |= {r: m["nonce"] for r, m in zip(missing, found, strict=True) if m is not None}
+            if len(members) < self._size:
+                if time.monotonic() > until:
+                    raise RankTimeoutError(self._absent(missing, world.id))
+                time.sleep(pause)
+                pause = min(2 * pause, world.board.poll_s)
+        world.post("members", [members[rank] for rank in range(self._size)])
+        return world
+
+    def _absent(self, missing: list[int], world: str) -> str:
+        newer = [name for name in list_worlds(self._storage) if name > world]
+        why = f"; another process of rank 0 has begun '{newer[0]}' since: is a rank there twice?" if newer else ""
+        return f"{named(missing)} of {self._size} did not join within {self._timeout_s:g} s{why}"
+
+    def _newest(self, mine: str) -> str | None:
+        """The newest world with a place for this rank, which is taken then; None: there is none newer than ours."""
+        for name in list_worlds(self._storage):
+            if name == mine:
+                return None
+            if name in self._seen:
+                continue
+            why = self._unfit(name)
+            if why is None:
+                return name
+            self._seen[name] = why
+        return None
+
+    def _unfit(self, name: str) -> str | None:
+        known = read_world(self._storage, name)
+        if known is None:
+            return "is gone"
+        if known["size"] != self._size:
+            return f"has {known['size']} ranks, this one was told {self._size}"
+        if known.get("checkpoint") != self._checkpoint:
+            return f"goes on from checkpoint {known.get('checkpoint')!r}, this rank from {self._checkpoint!r}"
+        members = self._members(name)
+        if members is not None and self._nonce not in members:
+            return "is complete"
+        return None if self._take(name) else f"has another process of rank {self._rank}"
+
+    def _members(self, name: str) -> list[str] | None:
+        leader = read_member(self._storage, name, 0)
+        return None if leader is None else leader["notes"].get("members")
+
+    def _is_in(self, name: str) -> bool:
+        members = self._members(name)
+        if members is not None and self._nonce not in members:
+            self._seen[name] = "is complete"
+        return members is not None and self._nonce in members
+
+    def _reason(self, mine: str) -> str:
+        if mine and mine not in self._seen:
+            return f"not all of the {self._size} ranks joined '{mine}' within {self._timeout_s:g} s"
+        newest = max(self._seen, default=None)
+        why = f"; the newest world, '{newest}', {self._seen[newest]}" if newest is not None else ""
+        return f"rank 0 of {self._size} did not begin within {self._timeout_s:g} s{why}"
