@@ -76,8 +76,9 @@ def crash(buffer: ReplayBuffer) -> None:
     with contextlib.suppress(Exception):
         buffer._sweeper.close()
     buffer._writer._release()
-    buffer._checkpointer.cancel()
-    buffer._checkpointer._threads.shutdown(wait=True)
+    buffer._saver.cancel()
+    with contextlib.suppress(Exception):
+        buffer._saver.close()
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -385,8 +386,6 @@ def test_options_come_back_with_a_checkpoint(memory: str) -> None:
         "priorities": Priorities(beta=Linear(0.4, 1.0, 7), over=0.3),
         "statistics": ("obs", "reward"),
         "commit_seconds": 3.5,
-        "rank": 2,
-        "world_size": 4,
     }
     with new_buffer(memory, samples_per_insert=SamplesPerInsert(0.25, slack=9.5), **options) as buffer:
         buffer.add_episode(episode(0, 10), terminated=True)
@@ -605,9 +604,9 @@ def test_names_of_checkpoints(memory: str) -> None:
         assert len(set(ids)) == 2
         assert [c.id for c in buffer.checkpoints] == ids
     with resumed(memory, "same") as again:  # the newest of that name
-        assert again._checkpointer.newest == ids[1]
+        assert again._saver.newest == ids[1]
     with resumed(memory, ids[0]) as again:
-        assert again._checkpointer.newest == ids[0]
+        assert again._saver.newest == ids[0]
 
 
 def test_two_sessions_that_go_on_from_one_checkpoint_make_the_latest_ambiguous(memory: str) -> None:

@@ -3,6 +3,9 @@
 cli, gymnasium, ...        adapters: nothing imports them
 datasets | mixing          for torch's DataLoader | batches from several sources
 replay                     the live buffer: append, sample, keep a bounded amount, checkpoint, resume
+saving | exiting           when checkpoints are taken | a last one before the end
+merging | redistribution   what M ranks saved, for N | who gets which episodes
+attending | checkpointing  checkpoints that somebody asks for | one checkpoint on its way, of all ranks
 retention                  which steps go first
 reader                     batches of windows: drawn, in epochs, by index
 batches | derived          an iterator, with prefetch | columns written back
@@ -16,7 +19,7 @@ cache | index | rng        decoded chunks on the device | the episodes as tensor
 kernels                    compiled loops for the CPU
 copying                    a store at another URL
 store                      create, open
-checkpoints                named cuts across streams
+checkpoints | world        named cuts across streams | the ranks that write a store together
 snapshot | state           an unchanging view of some commits | what a session needs to go on
 writer                     append, commit
 intake | pipeline | lanes  checks what comes in | staged to durable | open episodes by environment
@@ -30,6 +33,7 @@ schema, errors, sizes
 
 from typing import TYPE_CHECKING, Any
 
+from trajstore.attending import request_checkpoint
 from trajstore.checkpoints import Checkpoint
 from trajstore.copying import copy
 from trajstore.episodes import EpisodeKey, EpisodeTable, Handle, Handles
@@ -44,6 +48,8 @@ from trajstore.errors import (
     FormatError,
     MissingExtraError,
     NotReadyError,
+    RankError,
+    RankTimeoutError,
     SchemaError,
     SnapshotExpiredError,
     StepPlacedError,
@@ -63,8 +69,10 @@ if TYPE_CHECKING:
     from trajstore.limiter import SamplesPerInsert
     from trajstore.mixing import Mixture
     from trajstore.outputs import Ring
+    from trajstore.partitions import PartitionReport, Partitions
     from trajstore.priorities import Linear, Priorities
     from trajstore.reader import Reader
+    from trajstore.redistribution import redistribute
     from trajstore.replay import ReplayBuffer
     from trajstore.retention import Retention
     from trajstore.windows import Windows
@@ -92,7 +100,11 @@ __all__ = [
     "MissingExtraError",
     "Mixture",
     "NotReadyError",
+    "PartitionReport",
+    "Partitions",
     "Priorities",
+    "RankError",
+    "RankTimeoutError",
     "Reader",
     "ReplayBuffer",
     "Retention",
@@ -115,6 +127,8 @@ __all__ = [
     "copy",
     "create",
     "open",
+    "redistribute",
+    "request_checkpoint",
 ]
 
 _NEED_TORCH = {
@@ -122,6 +136,8 @@ _NEED_TORCH = {
     "Hindsight": "trajstore.hindsight",
     "Linear": "trajstore.priorities",
     "Mixture": "trajstore.mixing",
+    "PartitionReport": "trajstore.partitions",
+    "Partitions": "trajstore.partitions",
     "Priorities": "trajstore.priorities",
     "Reader": "trajstore.reader",
     "ReplayBuffer": "trajstore.replay",
@@ -130,6 +146,7 @@ _NEED_TORCH = {
     "SamplesPerInsert": "trajstore.limiter",
     "WindowDataset": "trajstore.datasets",
     "Windows": "trajstore.windows",
+    "redistribute": "trajstore.redistribution",
 }
 
 

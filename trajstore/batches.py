@@ -105,11 +105,15 @@ class Batches(Iterator[Any]):
         if self._is_closed:
             raise ClosedError("these batches are closed")
         self._fill()
-        if not self._queue:
+        with self._source.lock:
+            size = len(self._queue[0].windows) if self._queue else None
+        if size is None:
             raise StopIteration
         if self._admit is not None:
-            self._admit(len(self._queue[0].windows))
-        ready = self._delivered(self._queue.popleft())
+            self._admit(size)
+        with self._source.lock:  # another thread may plan the queue anew, for a checkpoint
+            queued = self._queue.popleft()
+        ready = self._delivered(queued)
         assert ready.batch is not None
         if ready.event is not None:
             stream = torch.cuda.current_stream(self._source.device)

@@ -111,6 +111,9 @@ class TorchBoard:
         self._rank = rank
 
     def post(self, key: str, note: Any) -> None:
+        if note is None:
+            self._drop(key)
+            return
         text = json.dumps(note, allow_nan=False).encode()
         if len(text) > _MAX_NOTE_BYTES:
             raise RankError(f"a note of {len(text)} bytes for other ranks; at most {_MAX_NOTE_BYTES}")
@@ -128,7 +131,13 @@ class TorchBoard:
                     found[rank] = json.loads(bytes(self._store.get(name)))
         except RuntimeError as error:
             raise _lost(error) from error
-        return {rank: note for rank, note in found.items() if note is not None}
+        return found
+
+    def _drop(self, key: str) -> None:
+        try:
+            self._store.delete_key(f"{key}/{self._rank}")
+        except RuntimeError as error:
+            raise _lost(error) from error
 
 
 def _lost(error: Exception) -> RankError:

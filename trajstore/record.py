@@ -35,6 +35,13 @@ def new_id(name: str) -> str:
     return name + "-" + "".join(_BASE32[number >> shift & 31] for shift in range(125, -1, -5))
 
 
+def derived_id(name: str, of: str, digest: bytes) -> str:
+    """``<name>-<unique id>`` from the time of another id and ten bytes: the same wherever it is made."""
+    time_part = int(of.rpartition("-")[2], 32) >> 80
+    number = (time_part << 80) | int.from_bytes(digest, "big")
+    return name + "-" + "".join(_BASE32[number >> shift & 31] for shift in range(125, -1, -5))
+
+
 def is_stream_id(name: str) -> bool:
     return _STREAM_ID.match(name) is not None
 
@@ -358,7 +365,7 @@ def first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
     """The first live row of each stream: its own mark, or what every session of the newest world has passed.
 
     A session that goes on from a checkpoint may want rows that the one before had given up since: of streams of
-    older worlds, what the newest world says counts alone.
+    older worlds, what the newest world says counts alone. Of its own streams, whoever writes one decides.
     """
     world = newest_world(records)
     marks: dict[str, int] = {}
@@ -367,10 +374,9 @@ def first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
             continue
         for stream, row in record.view.first_rows.items():
             marks[stream] = min(row, marks.get(stream, row))
-    return {
-        r.id: marks[r.id] if r.id in marks and r.world != world else max(r.first_row, marks.get(r.id, 0))
-        for r in records
-    }
+    if world is None:
+        return {r.id: max(r.first_row, marks.get(r.id, 0)) for r in records}
+    return {r.id: r.first_row if r.world == world else marks.get(r.id, r.first_row) for r in records}
 
 
 def layouts_of(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:

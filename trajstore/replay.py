@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import signal
 import threading
 import time
 import weakref
@@ -21,25 +22,32 @@ import torch
 
 from trajstore import checkpoints
 from trajstore.batches import Batches
-from trajstore.checkpointing import Checkpointer, Taken, prune
+from trajstore.checkpointing import Taken, prune
 from trajstore.checkpoints import Checkpoint, Cut
 from trajstore.episodes import EpisodeKey, Handle, Handles
-from trajstore.errors import ClosedError, SnapshotExpiredError
+from trajstore.errors import ClosedError, RankError, SnapshotExpiredError
+from trajstore.exiting import ExitHooks
 from trajstore.intake import Step
 from trajstore.lanes import Flags
+from trajstore.merging import merged_state, scaled
 from trajstore.outputs import Ring
+from trajstore.partitions import PartitionReport, Partitions, Policy
 from trajstore.reader import Reader
-from trajstore.record import CommitRecord, new_id
+from trajstore.record import CommitRecord
 from trajstore.record import first_rows as record_marks
-from trajstore.replay_options import ReplayOptions, from_json, settle_options, to_json
+from trajstore.redistribution import plan as plan_partitions
+from trajstore.replay_options import ReplayOptions, from_json, settle_options, to_json, with_ranks
 from trajstore.retention import Retainer, Retention, first_rows
+from trajstore.rng import rank_seed
+from trajstore.saving import Saver, SavingOptions
 from trajstore.schema import Array, Field, Schema
 from trajstore.snapshot import Snapshot
 from trajstore.statistics import RunningStatistics
-from trajstore.store import Store, Url, create
+from trajstore.store import Store, Url, check_root, create
 from trajstore.store import open as open_store
 from trajstore.sweeping import Sweeper
 from trajstore.windows import Windows
+from trajstore.world import World, join
 
 _log = logging.getLogger(__name__)
 VERSION = "policy_version"
@@ -83,8 +91,18 @@ class ReplayBuffer:
         commit_seconds: Commit in the background at least this often.
         buffer_bytes: Bound of the memory for steps that are appended and not yet durable.
         grace_s: How long evicted steps stay on storage, for readers that still look at them.
-        rank: Rank of this session, recorded with its stream.
-        world_size: Number of ranks, recorded with its stream.
+        rank: Rank of this session among those that write the store together; by default that of torch.distributed
+            where it is in use, else there is but one. With several, making the buffer waits for all of them.
+        world_size: Number of ranks; goes with ``rank``.
+        share: ``"partition"``: a rank samples what it has appended, and its part of what it resumed from.
+            ``"whole"``: it samples everything; `refresh` shows what others have committed.
+        rank_timeout_s: How long to wait for another rank before an error names it.
+        through: How ranks reach each other: ``"torch"`` (torch.distributed) or ``"store"`` (notes in the store); by
+            default torch.distributed where it has the same ranks.
+        attend_s: Look so often whether somebody asks for a checkpoint; see `request_checkpoint`. By default every
+            second with several ranks, and never with one.
+        checkpoint_seconds: Take a checkpoint so often, of all ranks, in the background.
+        keep_checkpoints: Of those that were asked for or taken by the clock, keep so many.
         as_tensordict: Give batches as TensorDicts.
         compiled: Use compiled loops on the CPU; the batches are the same without.
         storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
@@ -100,9 +118,10 @@ class ReplayBuffer:
         fsync: bool = True,
         **options: Any,
     ) -> None:
-        settled = settle_options(ReplayOptions(), options)
+        settled = settle_options(ReplayOptions(), with_ranks(options))
         store = create(url, schema, storage_options=storage_options, exist_ok=True, fsync=fsync)
-        self._begin(store, settled, None, None)
+        _check_worlds(store, settled)
+        self._begin(store, settled, None, None, None)
 
     @classmethod
     def resume(
@@ -110,6 +129,9 @@ class ReplayBuffer:
         url: Url,
         checkpoint: str | Mapping[str, Any] = "latest",
         *,
+        policy: Policy | None = None,
+        incomplete: str | Mapping[str, str] = "keep",
+        n_envs: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
         **changes: Any,
@@ -120,9 +142,17 @@ class ReplayBuffer:
         checkpoint stays readable in the store, is `abandoned` here and never mixed in. Episodes that were open read
         as cut.
 
+        With another number of ranks than saved it (``rank`` and ``world_size``, or those of torch.distributed), the
+        episodes are dealt out anew, whole, without copying any; `partition_report` says what became of them. Limits
+        are scaled so that their sum over the ranks stays, and are at least what a rank was given.
+
         Args:
             url: Of the store.
             checkpoint: Name or id of a checkpoint, "latest", or what `state_dict` gave.
+            policy: How to deal out episodes, see `redistribute`. By default they stay where they are if there are
+                as many ranks as before, and go by steps else.
+            incomplete: What becomes of open, headless and cut episodes; see `redistribute`.
+            n_envs: Environments of a rank; see `redistribute`.
             storage_options: As for the buffer itself; never stored.
             fsync: The same.
             changes: Options that are to differ from those of the session that saved it. A limit that is lowered
@@ -133,21 +163,32 @@ class ReplayBuffer:
             AmbiguousCheckpointError: "latest" could be one of several, of different lineages.
         """
         store = open_store(url, storage_options=storage_options, fsync=fsync)
+        changes = with_ranks(changes)
         settle_options(ReplayOptions(), changes)  # refuses what there is not, before anything is read
         which = checkpoint if isinstance(checkpoint, str) else checkpoint["checkpoint"]
         found = checkpoints.find(store.snapshot.storage, which)
-        state = checkpoints.read_state(store.snapshot.storage, found)
+        state, plan = _resumed_state(store, found, changes, policy, incomplete, n_envs)
+        options = from_json(state["options"], changes)
+        if plan is not None and "capacity" not in changes:
+            counts = plan.report.ranks[changes["rank"] or 0]
+            sizes = plan.n_sources, plan.world_size, counts["steps"], counts["episodes"]
+            options = replace(options, capacity=scaled(options.capacity, *sizes))
         buffer = cls.__new__(cls)
-        buffer._begin(store, settle_options(from_json(state["options"], changes), changes), found, state)
+        buffer._begin(store, settle_options(options, changes), found, state, plan)
         return buffer
 
     def _begin(
-        self, store: Store, options: ReplayOptions, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None
+        self,
+        store: Store,
+        options: ReplayOptions,
+        checkpoint: Checkpoint | None,
+        state: Mapping[str, Any] | None,
+        plan: Partitions | None,
     ) -> None:
         self._store, self.options = store, options
         self._storage = store.snapshot.storage
         self._pid = os.getpid()
-        self._world = new_id("world")
+        self._checkpoint, self._plan = checkpoint, plan
         self._is_closed = self._is_closing = False
         self._changed = threading.Condition()
         self._idle = threading.Event()  # no batch is being made
@@ -157,7 +198,7 @@ class ReplayBuffer:
         self._n_sampled = self._n_redrawn = self._n_unpublished = self._n_told = 0
         self._version: int | None = None
         self._bytes_per_step: float | None = None
-        self._held: Mapping[str, int] = {}  # rows that a checkpoint wants which is being saved
+        self._hooks: ExitHooks | None = None
         self._iterators: list[weakref.ref[Batches]] = []
         self._saved_iterators: list[Mapping[str, Any]] = list(state["iterators"]) if state else []
         self._cut = Snapshot.at(self._storage, store.schema, checkpoint) if checkpoint is not None else None
@@ -165,34 +206,70 @@ class ReplayBuffer:
         self.abandoned = _abandoned(store.snapshot, self._cut)
         self._limiter = options.samples_per_insert
         self._statistics = _statistics(store.schema, options, state)
-        self._writer = store.writer(
+        self._world = _joined_world(store, options, checkpoint)
+        try:
+            self._enter(checkpoint, state)
+        except BaseException as failure:
+            self._world.is_closing.set()
+            if not isinstance(failure, RankError):
+                _failure_of(self._world.leave)  # nobody need wait for this one
+            raise
+
+    def _enter(self, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None) -> None:
+        """Take part: with a stream of its own, and a say in what is kept of the others."""
+        options, world = self.options, self._world
+        self._writer = self._store.writer(
             options.name,
             commit_steps=options.commit_steps,
             commit_seconds=options.commit_seconds,
             buffer_bytes=options.buffer_bytes,
             rank=options.rank,
             world_size=options.world_size,
-            world=self._world,
+            world=world.id,
             checkpoint=checkpoint.id if checkpoint is not None else None,
-            dead=_unfinished(store.snapshot, checkpoint),
+            dead=_unfinished(self._store.snapshot, checkpoint),
         )
         try:
             # What is gone stays gone for readers: of all records only those of the newest sessions count.
-            self._writer.set_view(first_rows=_marks(store.snapshot, checkpoint))
+            self._writer.set_view(first_rows=self._first_marks())
             self._connect(checkpoint, state)
+            if world.size > 1:
+                # Of older streams, what all ranks have passed may go: so all of them say what they want of these
+                # before the first of them goes on.
+                if self._store.schema is not None:
+                    self._writer.wait(self._writer.publish_view())
+                world.gather("ready", True)
         except BaseException:
             self._writer.discard()
             raise
+        if plan := self._plan:
+            _log.info("rank %d of %d:\n%s", world.rank, world.size, plan.report)
+        self._saver.start()
+
+    def _first_marks(self) -> dict[str, int]:
+        """The first rows that this session wants of the streams that are there."""
+        marks = _marks(self._store.snapshot, self._checkpoint)
+        if self._checkpoint is None and self._world.size > 1:
+            shown = {record.id for record in self._shown().streams}
+            return {stream: marks.get(stream, 0) for stream in shown}
+        return marks
+
+    def _shown(self) -> Snapshot:
+        """What can be sampled of the store as it was last looked at."""
+        fresh, options = self._store.snapshot, self.options
+        if self._world.size > 1 and options.share == "partition":
+            fresh = fresh.only(lambda record: record.rank == options.rank)
+        return fresh if self._cut is None else self._cut.joined(fresh, self._world.id)
 
     def _connect(self, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None) -> None:
         options = self.options
-        shown = self._cut if self._cut is not None else self._store.snapshot
+        shown = self._cut if self._cut is not None else self._shown()
         self._reader = Reader(
             shown,
             device=options.device,
             cache_bytes=options.cache_bytes,
             host_cache_bytes=options.host_cache_bytes,
-            seed=options.seed,
+            seed=rank_seed(options.seed, self._world.rank, self._world.size),
             writer=self._writer,
             priorities=options.priorities,
             as_tensordict=options.as_tensordict,
@@ -209,12 +286,14 @@ class ReplayBuffer:
         self._sweeper = Sweeper(
             self._storage, self._writer, grace_s=options.grace_s, pins=self._pins, records=self._records
         )
-        self._checkpointer = Checkpointer(
+        self._saver = Saver(
             self._storage,
             self._world,
             checkpoint.id if checkpoint is not None else None,
             self._sweeper.check_pins,
             self._writer.wait,
+            self._take_cut,
+            SavingOptions(options.attend_s, options.checkpoint_seconds, options.keep_checkpoints),
         )
         self._source.published = self._retain
         if checkpoint is not None:
@@ -587,6 +666,26 @@ class ReplayBuffer:
         return self._reader.streams
 
     @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._world.size
+
+    @property
+    def world(self) -> str:
+        """Id of the set of sessions that this one belongs to; the same on all ranks."""
+        return self._world.id
+
+    @property
+    def partition_report(self) -> PartitionReport | None:
+        """What became of the episodes of the checkpoint that this was resumed from; None: from none."""
+        if self._plan is None and self._checkpoint is not None and self._cut is not None:
+            self._plan = plan_partitions(self._cut, self._checkpoint, self._world.size, policy=None)
+        return None if self._plan is None else self._plan.report
+
+    @property
     def stream(self) -> str:
         """Id of the stream that this session writes."""
         return self._writer.stream
@@ -649,15 +748,14 @@ class ReplayBuffer:
                 self._source.publish()  # rows that are committed now have their values stored by row
                 self._reader.save_columns(self._writer)
             self._writer.commit()
-        self._checkpointer.wait()
+        self._saver.wait()
 
     def refresh(self) -> None:
         """Show what other writers of this session's world have committed meanwhile; costs what is new."""
         self._check()
-        fresh = self._store.refresh()
+        self._store.refresh()
         with self._source.lock:
-            if self._cut is not None:
-                fresh = self._cut.joined(fresh, self._world)
+            fresh = self._shown()
             self._source.follow(fresh)
             self._retainer.follow(fresh)
 
@@ -666,6 +764,9 @@ class ReplayBuffer:
 
         The cut is taken at once; it is written in the background and published when all that it needs is durable.
         If that fails, the next call on the buffer raises why, and the checkpoint before stands.
+
+        With several ranks, all of them call this with the same name, each at its own moment. It is published when
+        the parts of all are durable, by one put; if a rank fails or never calls, it is not published at all.
 
         Args:
             name: What to call it; a unique id is added.
@@ -678,20 +779,60 @@ class ReplayBuffer:
         self._check()
         if keep_last is not None and not (isinstance(keep_last, int) and keep_last >= 1):
             raise ValueError(f"keep_last: expected a positive number or None, got {keep_last!r}")
-        checkpoints.new_checkpoint_id(name)  # refuses names before anything is begun
-        self._checkpointer.wait()
+        return self._saver.save(name, wait=wait, keep_last=keep_last)
+
+    def request_checkpoint(
+        self, name: str = "requested", *, wait: bool = False, timeout_s: float | None = None
+    ) -> str | None:
+        """Ask all ranks for a checkpoint, from any one of them; they need not call anything for it.
+
+        Each takes its cut in the background as soon as it hears of it, so the cuts are not of one moment;
+        `save_checkpoint` on all ranks is for that. `trajstore.request_checkpoint` does the same from outside.
+
+        Args:
+            name: What to call it; a unique id is added.
+            wait: Return when it is published, with its id.
+            timeout_s: How long to wait for that.
+        """
+        self._check()
+        return self._saver.ask(name, wait=wait, timeout_s=timeout_s)
+
+    def checkpoint_on_exit(
+        self,
+        *,
+        signals: Iterable[int] = (signal.SIGTERM,),
+        exceptions: bool = True,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Take a checkpoint of all ranks before this process ends by a signal or an uncaught exception.
+
+        Then it ends as it would have. Called in the main thread; `close` sets everything back.
+
+        Args:
+            signals: Which; by default the one that pre-emption sends.
+            exceptions: Whether exceptions count that leave the program, or the ``with`` block of this buffer.
+            timeout_s: How long the end may be put off.
+        """
+        self._check()
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = ExitHooks(lambda why: self._save_last(why, timeout_s), signals, exceptions)
+
+    def _save_last(self, why: str, timeout_s: float) -> None:
+        if not self._is_closed and not self._is_closing:
+            _log.warning("taking a last checkpoint: %s", why)
+            self._saver.ask("last", wait=True, timeout_s=timeout_s)
+
+    def _take_cut(self, name: str, keep_last: int | None) -> Taken:
+        """What a checkpoint of this moment holds."""
         with self._source.lock, self._writer.staged(blocking=True):
             self._source.publish()
             wanted = first_rows(self._source)
             record: Future[tuple[CommitRecord | None, Mapping[str, Any]]] = Future()
             cuts, state = self._cuts(wanted), self._state()
             ticket = self._writer.cut(lambda found: self._cut_done(record, found))
-            first = wanted.get(self._writer.stream, 0)
-            checkpoint = self._checkpointer.submit(Taken(name, cuts, first, state, record, ticket, keep_last))
-            self._held = {**wanted, self._writer.stream: first}
-        if wait:
-            self._checkpointer.wait()
-        return checkpoint
+            own = self._writer.stream
+            return Taken(name, cuts, own, wanted.get(own, 0), state, record, ticket, keep_last)
 
     def state_dict(self) -> dict[str, str]:
         """What to keep in a checkpoint of one's own, to `resume` from: names a checkpoint that is durable by then.
@@ -746,8 +887,8 @@ class ReplayBuffer:
         self._check()
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep: expected a positive number, got {keep!r}")
-        self._checkpointer.wait()
-        newest = self._checkpointer.newest
+        self._saver.wait()
+        newest = self._saver.newest
         return prune(self._storage, newest, keep) if newest is not None else []
 
     def close(self) -> None:
@@ -763,14 +904,20 @@ class ReplayBuffer:
             with self._source.lock:
                 self._source.publish()  # evicts for the last time
         self._is_closing = True
-        errors = [e for end in (self._checkpointer.close, self._sweeper.close) if (e := _failure_of(end))]
+        errors = [e for end in (self._saver.close, self._sweeper.close) if (e := _failure_of(end))]
         self._note_marks()
         self._writer.close()
         self._is_closed = True
+        errors += [e for e in (_failure_of(self._world.leave),) if e]
+        self._unhook()
         if self._limiter is not None:
             self._limiter.close()
         if errors:
             raise errors[0]
+
+    def _unhook(self) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
 
     def _note_marks(self) -> None:
         """Let the last record say what is not wanted: publishing needs no time of grace, only deleting does."""
@@ -787,8 +934,9 @@ class ReplayBuffer:
         self._is_closed = self._is_closing = True
         if self._limiter is not None:
             self._limiter.close()
-        self._checkpointer.cancel()
-        for end in (self._checkpointer.close, self._sweeper.close, self._writer.discard):
+        self._unhook()
+        self._saver.cancel()
+        for end in (self._saver.close, self._sweeper.close, self._writer.discard, self._world.leave):
             _failure_of(end)
         self._writer._release()
 
@@ -799,6 +947,8 @@ class ReplayBuffer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if isinstance(error, Exception) and self._hooks is not None and self._hooks.handles_exceptions:
+                self._hooks.save(type(error).__name__)
             self.close()
         except Exception as failure:
             self._release()
@@ -824,7 +974,7 @@ class ReplayBuffer:
         self._check_process()
         if self._is_closed:
             raise ClosedError(f"the buffer at {self.url} is closed")
-        self._checkpointer.raise_pending()
+        self._saver.raise_pending()
         self._sweeper.raise_pending()
         self._writer.raise_pending()
 
@@ -842,7 +992,7 @@ class ReplayBuffer:
 
     def _tell_marks(self) -> None:
         """Let storage go that nobody here wants: not before a checkpoint of ours that does has pinned it."""
-        held = self._held if self._checkpointer.is_busy else {}
+        held = self._saver.held
         marks = {name: min(row, held.get(name, row)) for name, row in self._unwanted().items()}
         marks = {name: row for name, row in marks.items() if row}
         self._source.set_marks(marks)
@@ -874,6 +1024,64 @@ class ReplayBuffer:
             self._statistics = _statistics(schema, self.options, None)
         if self._statistics is not None:
             self._statistics.update(rows)
+
+
+def _joined_world(store: Store, options: ReplayOptions, checkpoint: Checkpoint | None) -> World:
+    """This rank's place, once all are here and agree on what they do."""
+    storage, id_ = store.snapshot.storage, checkpoint.id if checkpoint is not None else None
+    rank, size = options.rank or 0, options.world_size or 1
+    world = join(storage, rank, size, checkpoint=id_, timeout_s=options.rank_timeout_s, through=options.through)
+    if size > 1:
+        schema = store.schema.to_json() if store.schema is not None else None
+        facts = {"seed": options.seed, "share": options.share, "checkpoint": id_ or "none", "schema": schema}
+        world.agree("hello", {"store": check_root(storage), **facts})
+    return world
+
+
+def _check_worlds(store: Store, options: ReplayOptions) -> None:
+    """Refuse to go on with what another number of ranks has written: nobody would know whose it is.
+
+    Raises:
+        RankError: So many have.
+    """
+    size = options.world_size or 1
+    for record in store.snapshot.streams:
+        if record.world is not None and record.rows and (record.world_size or 1) != size:
+            raise RankError(
+                f"{store.url} was written by {record.world_size or 1} ranks, this is one of {size}: go on with"
+                " ReplayBuffer.resume(url, checkpoint), which deals out the episodes anew"
+            )
+
+
+def _resumed_state(
+    store: Store,
+    found: Checkpoint,
+    changes: Mapping[str, Any],
+    policy: Policy | None,
+    incomplete: str | Mapping[str, str],
+    n_envs: int | None,
+) -> tuple[dict[str, Any], Partitions | None]:
+    """The state that a rank goes on with, and, where episodes were dealt out anew, how."""
+    storage, rank, size = store.snapshot.storage, changes["rank"] or 0, changes["world_size"] or 1
+    n_old = found.n_ranks or 1
+    is_same = size == n_old and policy is None and incomplete == "keep" and n_envs is None
+    if not is_same and _is_whole(storage, found, changes):
+        state = checkpoints.read_state(storage, found, rank % n_old)
+        state["reader"]["seed"] = rank_seed(int(state["options"]["seed"]), rank, size)
+        return state, None
+    if is_same:
+        return checkpoints.read_state(storage, found, rank), None
+    cut = Snapshot.at(storage, store.schema, found)
+    chosen = policy if policy is not None or size == n_old else "steps"
+    plan = plan_partitions(cut, found, size, policy=chosen, incomplete=incomplete, n_envs=n_envs)
+    return merged_state(storage, found, plan, rank, store.schema), plan
+
+
+def _is_whole(storage: Any, found: Checkpoint, changes: Mapping[str, Any]) -> bool:
+    if "share" in changes:
+        return bool(changes["share"] == "whole")
+    options = checkpoints.read_state(storage, found, 0, ("options",))["options"]
+    return bool(options.get("share") == "whole" and (found.n_ranks or 1) > 1)
 
 
 def _statistics(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from trajstore.errors import DataError
 from trajstore.limiter import SamplesPerInsert
 from trajstore.priorities import Linear, Priorities
 from trajstore.retention import PART, Retention
+from trajstore.sizes import check_positive
 from trajstore.windows import Windows
+from trajstore.world import check_ranks, torch_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,22 @@ class ReplayOptions:
     grace_s: float = 10.0
     rank: int | None = None
     world_size: int | None = None
+    share: Literal["partition", "whole"] = "partition"
+    rank_timeout_s: float = 300.0
+    through: Literal["torch", "store"] | None = None
+    attend_s: float | None = None
+    checkpoint_seconds: float | None = None
+    keep_checkpoints: int | None = None
     as_tensordict: bool = False
     compiled: bool = True
+
+
+def with_ranks(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with rank and world size of torch.distributed, where it is in use and none are given."""
+    if options.get("rank") is not None or options.get("world_size") is not None:
+        return dict(options)
+    rank, size = torch_ranks() or (None, None)
+    return {**options, "rank": rank, "world_size": size}
 
 
 def settle_options(base: ReplayOptions, changes: Mapping[str, Any]) -> ReplayOptions:
@@ -66,9 +82,27 @@ def _check_kinds(options: ReplayOptions) -> None:
         if not isinstance(getattr(options, name), kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"{name}: expected {expected}, got {getattr(options, name)!r:.80}")
-    grace_s = options.grace_s
-    if not isinstance(grace_s, (int, float)) or isinstance(grace_s, bool) or not 0 <= grace_s < math.inf:
-        raise ValueError(f"grace_s: expected seconds, at least 0, got {grace_s!r}")
+    check_ranks(options.rank, options.world_size)
+    if not _is_seconds(options.grace_s):
+        raise ValueError(f"grace_s: expected seconds, at least 0, got {options.grace_s!r}")
+    _check_saving(options)
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _check_saving(options: ReplayOptions) -> None:
+    if options.share not in ("partition", "whole"):
+        raise ValueError(f"share: expected 'partition' or 'whole', got {options.share!r}")
+    if options.through not in (None, "torch", "store"):
+        raise ValueError(f"through: expected 'torch', 'store' or None, got {options.through!r}")
+    for name, is_optional in (("rank_timeout_s", False), ("attend_s", True), ("checkpoint_seconds", True)):
+        value = getattr(options, name)
+        if not (value is None and is_optional) and not (_is_seconds(value) and value > 0):
+            raise ValueError(f"{name}: expected a positive number of seconds, got {value!r}")
+    if options.keep_checkpoints is not None:
+        check_positive("keep_checkpoints", options.keep_checkpoints)
 
 
 def _check_capacity(options: ReplayOptions) -> None:

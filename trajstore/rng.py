@@ -72,6 +72,11 @@ class Counter:
         self.seed, self.counter = int(state["seed"]), int(state["counter"])
 
 
+def rank_seed(seed: int, rank: int, world_size: int) -> int:
+    """The seed of one of several ranks, unrelated to those of the others; a single one has the seed itself."""
+    return seed if world_size == 1 else _mix(_mix(seed & ((1 << 64) - 1)) ^ _mix(rank + 1))
+
+
 def _mix(seed: int) -> int:
     """Spread a seed over all bits, so that neighbouring seeds give unrelated numbers."""
     mask = (1 << 64) - 1

@@ -177,6 +177,13 @@ class Snapshot:
         snapshot._pins = self._pins
         return snapshot
 
+    def only(self, chosen: Callable[[CommitRecord], bool]) -> Snapshot:
+        """The same view of some of the streams."""
+        streams = {name: stream for name, stream in self._streams.items() if chosen(stream.record)}
+        snapshot = Snapshot(self._storage, self._schema, streams)
+        snapshot._pins = self._pins
+        return snapshot
+
     def cuts(self) -> dict[str, Cut]:
         """What this view shows of every stream, for a checkpoint; streams of which no row is left are left out."""
         records = self.streams

@@ -263,13 +263,13 @@ def _put_once(storage: Storage, key: str, data: bytes) -> bool:
     return True
 
 
-def check_root(storage: Storage) -> None:
-    """See that there is a store, of a format that this version reads."""
+def check_root(storage: Storage) -> str:
+    """See that there is a store, of a format that this version reads; returns its id."""
     try:
         data = storage.get(_ROOT)
     except FileNotFoundError:
         raise StoreNotFoundError(f"{storage.display}: there is no store here") from None
-    own_attributes(load_json(data, storage.display), "store", storage.display)
+    return str(own_attributes(load_json(data, storage.display), "store", storage.display).get("id"))
 
 
 def read_schema(storage: Storage) -> Schema | None:

@@ -82,6 +82,8 @@ class World:
         while True:
             found |= self.board.read([rank for rank in wanted if rank not in found], key)
             if missing := [rank for rank in wanted if rank not in found]:
+                if pause >= self.board.poll_s and (left := self.left(missing)):
+                    raise RankError(f"{named(left)} of {self.size} closed the buffer before that ({what or key})")
                 if time.monotonic() > until:
                     raise RankTimeoutError(
                         f"{named(missing)} of {self.size} did not answer within {self.timeout_s:g} s"
@@ -93,19 +95,31 @@ class World:
                 continue
             return [found[rank] for rank in wanted]
 
+    def leave(self) -> None:
+        """Tell others not to wait for this rank."""
+        if self.size > 1:
+            self.post("left", True)
+
+    def left(self, ranks: Iterable[int] | None = None) -> list[int]:
+        """Which ranks have left."""
+        if self.size == 1:
+            return []
+        return sorted(self.board.read(range(self.size) if ranks is None else ranks, "left"))
+
     def agree(self, key: str, facts: Mapping[str, Any]) -> None:
-        """See that all ranks say the same of themselves.
+        """See that all ranks say the same of themselves; None: it has nothing to say of it.
 
         Raises:
             RankError: One differs; names it and what.
         """
-        first, *others = self.gather(key, dict(facts))
-        for rank, other in enumerate(others, 1):
-            for name in facts:
-                if other.get(name) != first.get(name):
+        notes = self.gather(key, {name: fact for name, fact in facts.items() if fact is not None})
+        for name in sorted({name for note in notes for name in note}):
+            known = [(rank, note[name]) for rank, note in enumerate(notes) if name in note]
+            for rank, fact in known:
+                if fact != known[0][1]:
                     raise RankError(
-                        f"rank {rank} has {name} {other.get(name)!r:.200}, rank 0 has {first.get(name)!r:.200};"
-                        " all ranks of a world need the same"
+                        f"rank {rank} has {name} {fact!r:.200}, rank {known[0][0]} has {known[0][1]!r:.200}; all"
+                        " ranks of a world need the same"
                     )
 
 

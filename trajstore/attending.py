@@ -1,0 +1,240 @@
+"""Checkpoints that somebody asks for: another rank, a signal, a clock, or a note in the store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trajstore.errors import DataError, FormatError, RankError, RankTimeoutError, StorageError, TrajstoreError
+from trajstore.record import FORMAT, GROUP, dump_json, load_json, new_id, own_attributes
+from trajstore.schema import check_name
+from trajstore.storage import Storage, open_storage
+from trajstore.store import Url, check_root
+from trajstore.world import World, list_worlds, put_world, read_world
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checkpoint that all ranks are to take: its number, id and name, and the requests that it answers."""
+
+    n: int
+    id: str
+    name: str
+    answers: tuple[int, ...]  # by rank: its requests up to this one
+
+
+class Attendant:
+    """Looks for requests every so often, on a thread of its own; rank 0 decides, all ranks follow.
+
+    Args:
+        storage: Of the store.
+        world: The ranks.
+        take: Takes the cut of this rank and begins to save it; returns a function that waits until it is published.
+        poll_s: How often to look.
+        every_s: Rank 0 asks by itself so often; None: never.
+        checkpoint: That the world started from.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        world: World,
+        take: Callable[[str, str], Callable[[], None]],
+        *,
+        poll_s: float,
+        every_s: float | None,
+        checkpoint: str | None,
+    ) -> None:
+        self._storage = storage
+        self._world = world
+        self._take = take
+        self._poll_s = poll_s
+        self._every_s = every_s
+        self._checkpoint = checkpoint
+        self._due = time.monotonic() + every_s if every_s is not None else None
+        self._condition = threading.Condition()
+        self._n_asked = 0  # requests of this rank
+        self._name = ""
+        self._done: list[tuple[Asked, BaseException | None]] = []  # the last ones that came to an end
+        self._answered = [0] * world.size  # by rank; of rank 0 only
+        self._outside: str | None = None  # the request in the store that was answered last
+        self._n = 0
+        self._failure: BaseException | None = None  # not yet raised to anybody
+        self._is_over = False  # the thread has ended by an error
+        self._n_waiting = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="trajstore-attend", daemon=True)
+
+    def start(self) -> None:
+        if self._world.is_leader:
+            if read_world(self._storage, self._world.id) is None:
+                put_world(self._storage, self._world.id, self._world.size, self._checkpoint)
+            self._outside = self._request_outside()[0]  # what was asked of nobody
+        self._thread.start()
+
+    def ask(self, name: str) -> int:
+        """Ask all ranks for a checkpoint; returns the number of this request, for `wait`."""
+        check_name(name, "checkpoint name")
+        with self._condition:
+            self._n_asked += 1
+            n, self._name = self._n_asked, name
+            self._condition.notify_all()
+        return n
+
+    def wait(self, n: int, timeout_s: float) -> str:
+        """Wait until a request of this rank is answered; returns the id of the checkpoint.
+
+        Raises:
+            RankTimeoutError: It was not, in time.
+            BaseException: What the checkpoint failed with.
+        """
+
+        def answer() -> tuple[Asked, BaseException | None] | None:
+            return next((d for d in self._done if d[0].answers[self._world.rank] >= n), None)
+
+        with self._condition:
+            self._n_waiting += 1
+            try:
+                self._condition.wait_for(lambda: answer() or self._is_over, timeout_s)
+            finally:
+                self._n_waiting -= 1
+            found = answer()
+        if found is None:
+            self.raise_pending()
+            raise RankTimeoutError(f"no checkpoint within {timeout_s:g} s of asking for one; rank 0 decides")
+        asked, failure = found
+        if failure is not None:
+            raise failure
+        return asked.id
+
+    def raise_pending(self) -> None:
+        """Raise what a checkpoint failed with that nobody waited for, or what ended the thread; once."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """End the thread, after what it is about."""
+        with self._condition:
+            self._stopping.set()
+            self._condition.notify_all()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _loop(self) -> None:
+        posted = 0
+        while not self._stopping.is_set():
+            try:
+                with self._condition:
+                    asked, name = self._n_asked, self._name
+                if asked > posted:
+                    self._world.post("request", {"n": asked, "name": name})
+                    posted = asked
+                self._look()
+            except (RankError, StorageError) as failure:  # perhaps the next look succeeds
+                _log.warning("a look for requested checkpoints failed: %s", failure)
+            except BaseException as failure:
+                _log.warning("no requested checkpoints from now on: %s", failure)
+                with self._condition:
+                    self._failure, self._is_over = failure, True
+                    self._condition.notify_all()
+                return
+            with self._condition:
+                if self._n_asked == posted and not self._stopping.is_set():
+                    self._condition.wait(self._poll_s)
+
+    def _look(self) -> None:
+        asked = self._decided() if self._world.is_leader else self._announced()
+        if asked is None or asked.n <= self._n:
+            return
+        self._n = asked.n
+        failure: BaseException | None = None
+        try:
+            self._take(asked.name, asked.id)()
+        except TrajstoreError as error:
+            failure = error
+        with self._condition:
+            self._done = [*self._done[-3:], (asked, failure)]
+            if failure is not None and not self._n_waiting:
+                self._failure = failure
+            self._condition.notify_all()
+
+    def _announced(self) -> Asked | None:
+        note = self._world.read("announce")
+        if note is None:
+            return None
+        return Asked(int(note["n"]), str(note["id"]), str(note["name"]), tuple(map(int, note["answers"])))
+
+    def _decided(self) -> Asked | None:
+        """What is asked for now, announced to all."""
+        notes = self._world.board.read(range(self._world.size), "request")
+        answers = [int(notes[rank]["n"]) if rank in notes else 0 for rank in range(self._world.size)]
+        fresh = [rank for rank, n in enumerate(answers) if n > self._answered[rank]]
+        outside, outside_name = self._request_outside()
+        names = [str(notes[rank]["name"]) for rank in fresh]
+        if outside != self._outside:
+            names.append(outside_name)
+        if self._due is not None and time.monotonic() >= self._due:
+            names.append("periodic")
+        if not names or self._world.left():  # those who are left alone have nobody to take one with
+            return None
+        if self._every_s is not None:
+            self._due = time.monotonic() + self._every_s
+        self._answered, self._outside = answers, outside
+        asked = Asked(self._n + 1, new_id(names[0]), names[0], tuple(answers))
+        note = {"n": asked.n, "id": asked.id, "name": asked.name, "answers": answers}
+        self._world.post("announce", note)
+        return asked
+
+    def _request_outside(self) -> tuple[str | None, str]:
+        key = _request_key(self._world.id)
+        try:
+            data = self._storage.get(key)
+        except FileNotFoundError:
+            return None, ""
+        what = f"{self._storage.display}/{key}"
+        own = own_attributes(load_json(data, what), "request", what)
+        name, nonce = own.get("name"), own.get("nonce")
+        if not isinstance(nonce, str) or not isinstance(name, str):
+            raise FormatError(f"{what}: expected a name and a nonce")
+        return nonce, check_name(name, "checkpoint name")
+
+
+def _request_key(world: str) -> str:
+    return f"worlds/{world}/request/zarr.json"
+
+
+def request_checkpoint(
+    url: Url, name: str = "requested", *, storage_options: Mapping[str, Any] | None = None
+) -> str:
+    """Ask whoever writes a store for a checkpoint, from outside: leaves a note in it, and does not wait.
+
+    Args:
+        url: Of the store.
+        name: What to call the checkpoint.
+        storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
+
+    Returns:
+        Id of the world that was asked: the newest that looks for such notes.
+
+    Raises:
+        DataError: None ever did: a session does with several ranks, or where it has ``attend_s``.
+    """
+    storage = open_storage(url, storage_options)
+    check_root(storage)
+    check_name(name, "checkpoint name")
+    worlds = list_worlds(storage)
+    if not worlds:
+        raise DataError(
+            f"{storage.display}: no session here looks for requests; it needs several ranks, or attend_s"
+        )
+    own: dict[str, Any] = {"format": FORMAT, "kind": "request", "nonce": os.urandom(16).hex(), "name": name}
+    storage.put(_request_key(worlds[0]), dump_json(GROUP | {"attributes": {"trajstore": own}}))
+    return worlds[0]

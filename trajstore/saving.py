@@ -1,0 +1,139 @@
+"""When a buffer's checkpoints are taken: by its own call, all ranks at theirs; or asked for by anybody."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from trajstore import checkpoints
+from trajstore.attending import Attendant
+from trajstore.checkpointing import Checkpointer, Lineage, Taken, collective_id
+from trajstore.storage import Storage
+from trajstore.world import World
+
+_POLL_S = 1.0
+_ASKED_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class SavingOptions:
+    """How checkpoints come about that nobody here calls for.
+
+    Args:
+        attend_s: Look so often whether anybody asks for one; None: never by a single session.
+        every_s: Take one so often.
+        keep_last: Of those that were asked for, keep so many.
+    """
+
+    attend_s: float | None
+    every_s: float | None
+    keep_last: int | None
+
+
+class Saver:
+    """Takes cuts and has them saved, those that were called for and those that were asked for side by side.
+
+    Args:
+        storage: Of the store.
+        world: The ranks that take part.
+        parent: Id of the checkpoint that the session started from.
+        check: Given the first rows that a checkpoint wants, raises if an eviction has passed them.
+        commit: Waits for the commit of a ticket, giving it another try if it failed.
+        take: Takes the cut of this moment: given its name, and how many to keep.
+        options: See there.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        world: World,
+        parent: str | None,
+        check: Callable[[Mapping[str, int]], None],
+        commit: Callable[[int], None],
+        take: Callable[[str, int | None], Taken],
+        options: SavingOptions,
+    ) -> None:
+        self._storage = storage
+        self._world = world
+        self._take = take
+        self._options = options
+        self._lineage = Lineage(parent)
+        self._called, self._asked = (Checkpointer(storage, world, self._lineage, check, commit) for _ in range(2))
+        self._lock = threading.Lock()  # one cut at a time
+        self._n_named: dict[str, int] = {}
+        self._attendant: Attendant | None = None
+        if world.size > 1 or options.attend_s is not None or options.every_s is not None:
+            self._attendant = Attendant(
+                storage,
+                world,
+                self._take_asked,
+                poll_s=options.attend_s or _POLL_S,
+                every_s=options.every_s,
+                checkpoint=parent,
+            )
+
+    def start(self) -> None:
+        """Look for requests from now on."""
+        if self._attendant is not None:
+            self._attendant.start()
+
+    @property
+    def newest(self) -> str | None:
+        """The checkpoint that was saved last, or that the session started from."""
+        return self._lineage.newest
+
+    @property
+    def held(self) -> dict[str, int]:
+        """By stream, the first row that a checkpoint on its way wants."""
+        held = self._called.held
+        for stream, row in self._asked.held.items():
+            held[stream] = min(row, held.get(stream, row))
+        return held
+
+    def save(self, name: str, *, wait: bool, keep_last: int | None) -> str:
+        """Take this rank's cut now; all ranks call this with the same name."""
+        checkpoints.new_checkpoint_id(name)  # refuses names before anything is begun
+        self._called.wait()
+        with self._lock:
+            n = self._n_named[name] = self._n_named.get(name, 0) + 1
+            is_alone = self._world.size == 1
+            id_ = checkpoints.new_checkpoint_id(name) if is_alone else collective_id(self._world.id, name, n)
+            self._called.submit(id_, self._take(name, keep_last))
+        if wait:
+            self._called.wait()
+        return id_
+
+    def ask(self, name: str, *, wait: bool, timeout_s: float | None) -> str | None:
+        """Ask all ranks for a checkpoint, wherever they are; each takes its cut when it hears of it."""
+        if self._attendant is None:
+            return self.save(name, wait=wait, keep_last=self._options.keep_last)
+        n = self._attendant.ask(name)
+        return self._attendant.wait(n, timeout_s or _ASKED_S) if wait else None
+
+    def _take_asked(self, name: str, id_: str) -> Callable[[], None]:
+        with self._lock:
+            self._asked.submit(id_, self._take(name, self._options.keep_last))
+        return self._asked.wait
+
+    def wait(self) -> None:
+        """Wait until what was begun is durable."""
+        self._called.wait()
+
+    def raise_pending(self) -> None:
+        self._called.raise_pending()
+        if self._attendant is not None:
+            self._attendant.raise_pending()
+
+    def cancel(self) -> None:
+        """Give up what waits for its commit, or for other ranks."""
+        self._world.is_closing.set()
+        for checkpointer in (self._called, self._asked):
+            checkpointer.cancel()
+
+    def close(self) -> None:
+        """End all threads, after what is on its way."""
+        self._called.close()
+        if self._attendant is not None:
+            self._attendant.close()
+        self._asked.close()
