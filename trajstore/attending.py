@@ -61,6 +61,7 @@ class Attendant:
         self._due = time.monotonic() + every_s if every_s is not None else None
         self._condition = threading.Condition()
         self._n_asked = 0  # requests of this rank
+        self._n_posted = 0
         self._name = ""
         self._done: list[tuple[Asked, BaseException | None]] = []  # the last ones that came to an end
         self._answered = [0] * world.size  # by rank; of rank 0 only
@@ -77,6 +78,12 @@ class Attendant:
             if read_world(self._storage, self._world.id) is None:
                 put_world(self._storage, self._world.id, self._world.size, self._checkpoint)
             self._outside = self._request_outside()[0]  # what was asked of nobody
+        before = self._announced()  # a rank that came back leaves alone what was decided before
+        if before is not None:
+            self._n, self._answered = before.n, list(before.answers)
+        with self._condition:
+            own = self._world.read("request", self._world.rank)
+            self._n_asked = self._n_posted = int(own["n"]) if own is not None else 0
         self._thread.start()
 
     def ask(self, name: str) -> int:
@@ -129,14 +136,13 @@ class Attendant:
             self._thread.join()
 
     def _loop(self) -> None:
-        posted = 0
         while not self._stopping.is_set():
             try:
                 with self._condition:
                     asked, name = self._n_asked, self._name
-                if asked > posted:
+                if asked > self._n_posted:
                     self._world.post("request", {"n": asked, "name": name})
-                    posted = asked
+                    self._n_posted = asked
                 self._look()
             except (RankError, StorageError) as failure:  # perhaps the next look succeeds
                 _log.warning("a look for requested checkpoints failed: %s", failure)
@@ -147,7 +153,7 @@ class Attendant:
                     self._condition.notify_all()
                 return
             with self._condition:
-                if self._n_asked == posted and not self._stopping.is_set():
+                if self._n_asked == self._n_posted and not self._stopping.is_set():
                     self._condition.wait(self._poll_s)
 
     def _look(self) -> None:

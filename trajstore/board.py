@@ -48,13 +48,15 @@ class LocalBoard:
 class StorageBoard:
     """Notes in the store: one small object a rank, which that rank alone writes."""
 
-    def __init__(self, storage: Storage, world: str, rank: int, nonce: str) -> None:
+    def __init__(
+        self, storage: Storage, world: str, rank: int, nonce: str, notes: Mapping[str, Any] | None = None
+    ) -> None:
         self.poll_s = 0.5 if storage.is_remote else 0.05
         self._storage = storage
         self._world = world
         self._rank = rank
         self._nonce = nonce
-        self._notes: dict[str, Any] = {}
+        self._notes: dict[str, Any] = dict(notes or {})
 
     def post(self, key: str, note: Any) -> None:
         notes = {**self._notes, key: note}

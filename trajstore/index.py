@@ -8,7 +8,7 @@ prefix sum answers how long an episode is and which span holds a row.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -252,8 +252,10 @@ class EpisodeIndex:
             found |= {"env": env, "flags": flags, "begin": begin}
         return found
 
-    def arrange(self, order: Mapping[str, Any]) -> None:
+    def arrange(self, order: Mapping[str, Any], *, growing: Collection[str] = ()) -> None:
         """Show just the episodes of another index, in its order and from its steps on; all here have ended.
+
+        Of ``growing`` streams, episodes follow that are newer than all that it has seen there.
 
         Raises:
             EpisodeNotFoundError: One of them is not here.
@@ -266,8 +268,13 @@ class EpisodeIndex:
             name = order["streams"][int(order["stream"][lost])]
             raise EpisodeNotFoundError(f"episode {episode[lost]} of stream '{name}' is not here any more")
         every = self._closed_of(None)
+        newest = np.full(len(self.numbers), -1)
+        known = number >= 0
+        np.maximum.at(newest, number[known], np.asarray(order["newest"])[: len(number)][known])
+        is_growing = np.array([name in growing for name in self.numbers], bool)
+        newer = (every.episode > newest[every.stream]) & is_growing[every.stream]
         for n in np.unique(every.stream):
-            mine = every.episode[every.stream == n]
+            mine = every.episode[(every.stream == n) & ~newer]
             self._floors[n].put(mine, np.full(len(mine), GONE))
             mine = stream == n
             self._floors[n].put(episode[mine], np.asarray(order["t"])[mine])
@@ -278,8 +285,9 @@ class EpisodeIndex:
         self._restart()
         self._seen, self._carried, self._first_rows, first = kept
         self._append(every.take(entry - first).above(np.asarray(order["t"])))
-        known = number >= 0
-        np.maximum.at(self.newest, number[known], np.asarray(order["newest"])[: len(number)][known])
+        if newer.any():
+            self._append(every.take(np.flatnonzero(newer)))
+        self.newest = np.maximum(self.newest, newest)
         self.version += 1
 
     def _show(self, stream: Array, episode: Array, *values: Array) -> None:

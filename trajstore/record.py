@@ -368,15 +368,18 @@ def first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
     older worlds, what the newest world says counts alone. Of its own streams, whoever writes one decides.
     """
     world = newest_world(records)
+    # A rank that came back speaks for its stream from before as well, which it has declared dead.
+    dead = {stream for r in records if world is not None and r.world == world for stream in r.view.dead}
     marks: dict[str, int] = {}
     for record in records:
-        if world is not None and record.world != world:
+        if (world is not None and record.world != world) or record.id in dead:
             continue
         for stream, row in record.view.first_rows.items():
             marks[stream] = min(row, marks.get(stream, row))
     if world is None:
         return {r.id: max(r.first_row, marks.get(r.id, 0)) for r in records}
-    return {r.id: r.first_row if r.world == world else marks.get(r.id, r.first_row) for r in records}
+    is_own = {r.id: r.world == world and r.id not in dead for r in records}
+    return {r.id: r.first_row if is_own[r.id] else marks.get(r.id, r.first_row) for r in records}
 
 
 def layouts_of(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:

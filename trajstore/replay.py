@@ -29,25 +29,23 @@ from trajstore.errors import ClosedError, RankError, SnapshotExpiredError
 from trajstore.exiting import ExitHooks
 from trajstore.intake import Step
 from trajstore.lanes import Flags
-from trajstore.merging import merged_state, scaled
+from trajstore.opening import How, Start, as_tensors, start_fresh, start_rejoined, start_resumed
 from trajstore.outputs import Ring
-from trajstore.partitions import PartitionReport, Partitions, Policy
+from trajstore.partitions import PartitionReport, Policy
 from trajstore.reader import Reader
 from trajstore.record import CommitRecord
-from trajstore.record import first_rows as record_marks
 from trajstore.redistribution import plan as plan_partitions
-from trajstore.replay_options import ReplayOptions, from_json, settle_options, to_json, with_ranks
+from trajstore.replay_options import ReplayOptions, settle_options, to_json, with_ranks
 from trajstore.retention import Retainer, Retention, first_rows
 from trajstore.rng import rank_seed
 from trajstore.saving import Saver, SavingOptions
 from trajstore.schema import Array, Field, Schema
 from trajstore.snapshot import Snapshot
 from trajstore.statistics import RunningStatistics
-from trajstore.store import Store, Url, check_root, create
+from trajstore.store import Store, Url, create
 from trajstore.store import open as open_store
 from trajstore.sweeping import Sweeper
 from trajstore.windows import Windows
-from trajstore.world import World, join
 
 _log = logging.getLogger(__name__)
 VERSION = "policy_version"
@@ -120,8 +118,7 @@ class ReplayBuffer:
     ) -> None:
         settled = settle_options(ReplayOptions(), with_ranks(options))
         store = create(url, schema, storage_options=storage_options, exist_ok=True, fsync=fsync)
-        _check_worlds(store, settled)
-        self._begin(store, settled, None, None, None)
+        self._begin(start_fresh(store, settled))
 
     @classmethod
     def resume(
@@ -163,32 +160,51 @@ class ReplayBuffer:
             AmbiguousCheckpointError: "latest" could be one of several, of different lineages.
         """
         store = open_store(url, storage_options=storage_options, fsync=fsync)
-        changes = with_ranks(changes)
-        settle_options(ReplayOptions(), changes)  # refuses what there is not, before anything is read
         which = checkpoint if isinstance(checkpoint, str) else checkpoint["checkpoint"]
-        found = checkpoints.find(store.snapshot.storage, which)
-        state, plan = _resumed_state(store, found, changes, policy, incomplete, n_envs)
-        options = from_json(state["options"], changes)
-        if plan is not None and "capacity" not in changes:
-            counts = plan.report.ranks[changes["rank"] or 0]
-            sizes = plan.n_sources, plan.world_size, counts["steps"], counts["episodes"]
-            options = replace(options, capacity=scaled(options.capacity, *sizes))
         buffer = cls.__new__(cls)
-        buffer._begin(store, settle_options(options, changes), found, state, plan)
+        buffer._begin(start_resumed(store, which, changes, How(policy, incomplete, n_envs)))
         return buffer
 
-    def _begin(
-        self,
-        store: Store,
-        options: ReplayOptions,
-        checkpoint: Checkpoint | None,
-        state: Mapping[str, Any] | None,
-        plan: Partitions | None,
-    ) -> None:
-        self._store, self.options = store, options
-        self._storage = store.snapshot.storage
+    @classmethod
+    def rejoin(
+        cls,
+        url: Url,
+        *,
+        rank: int,
+        world_size: int,
+        world: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        fsync: bool = True,
+        **changes: Any,
+    ) -> ReplayBuffer:
+        """Take the place of a rank that died alone, while the others go on.
+
+        Shows again all of its partition that was committed; episodes that it left open read as cut. Priorities,
+        columns and counters are those of the last checkpoint of the world; later steps are as new. For ranks that
+        reach each other through the store: a process group of torch.distributed does not outlive one of its ranks.
+
+        Args:
+            url: Of the store.
+            rank: Which rank.
+            world_size: Number of ranks.
+            world: Id of the world; by default the newest with a place for such a rank.
+            storage_options: As for the buffer itself; never stored.
+            fsync: The same.
+            changes: Options that are to differ from those of the last checkpoint; without one, all options.
+
+        Raises:
+            RankError: There is no such world.
+        """
+        store = open_store(url, storage_options=storage_options, fsync=fsync)
+        buffer = cls.__new__(cls)
+        buffer._begin(start_rejoined(store, world, {**changes, "rank": rank, "world_size": world_size}))
+        return buffer
+
+    def _begin(self, start: Start) -> None:
+        self._start, self.options = start, start.options
+        self._store, self._world, self._plan = start.store, start.world, start.plan
+        self._storage = start.store.snapshot.storage
         self._pid = os.getpid()
-        self._checkpoint, self._plan = checkpoint, plan
         self._is_closed = self._is_closing = False
         self._changed = threading.Condition()
         self._idle = threading.Event()  # no batch is being made
@@ -200,25 +216,23 @@ class ReplayBuffer:
         self._bytes_per_step: float | None = None
         self._hooks: ExitHooks | None = None
         self._iterators: list[weakref.ref[Batches]] = []
-        self._saved_iterators: list[Mapping[str, Any]] = list(state["iterators"]) if state else []
-        self._cut = Snapshot.at(self._storage, store.schema, checkpoint) if checkpoint is not None else None
-        self._given_up = {record.id: record.first_row for record in store.snapshot.streams}
-        self.abandoned = _abandoned(store.snapshot, self._cut)
-        self._limiter = options.samples_per_insert
-        self._statistics = _statistics(store.schema, options, state)
-        self._world = _joined_world(store, options, checkpoint)
+        self._saved_iterators: list[Mapping[str, Any]] = list(start.state["iterators"]) if start.state else []
+        self._given_up = {record.id: record.first_row for record in start.store.snapshot.streams}
+        self.abandoned = start.abandoned
+        self._limiter = start.options.samples_per_insert
+        self._statistics = _statistics(start.store.schema, start.options, start.state)
         try:
-            self._enter(checkpoint, state)
+            self._enter(start)
         except BaseException as failure:
             self._world.is_closing.set()
             if not isinstance(failure, RankError):
                 _failure_of(self._world.leave)  # nobody need wait for this one
             raise
 
-    def _enter(self, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None) -> None:
+    def _enter(self, start: Start) -> None:
         """Take part: with a stream of its own, and a say in what is kept of the others."""
-        options, world = self.options, self._world
-        self._writer = self._store.writer(
+        options, world, checkpoint = start.options, start.world, start.checkpoint
+        self._writer = start.store.writer(
             options.name,
             commit_steps=options.commit_steps,
             commit_seconds=options.commit_seconds,
@@ -227,43 +241,29 @@ class ReplayBuffer:
             world_size=options.world_size,
             world=world.id,
             checkpoint=checkpoint.id if checkpoint is not None else None,
-            dead=_unfinished(self._store.snapshot, checkpoint),
+            dead=start.dead,
         )
         try:
             # What is gone stays gone for readers: of all records only those of the newest sessions count.
-            self._writer.set_view(first_rows=self._first_marks())
-            self._connect(checkpoint, state)
+            self._writer.set_view(first_rows=start.first_marks())
+            self._connect(checkpoint, start.state)
             if world.size > 1:
                 # Of older streams, what all ranks have passed may go: so all of them say what they want of these
                 # before the first of them goes on.
-                if self._store.schema is not None:
+                if start.store.schema is not None:
                     self._writer.wait(self._writer.publish_view())
-                world.gather("ready", True)
+                if not start.is_back:
+                    world.gather("ready", True)
         except BaseException:
             self._writer.discard()
             raise
-        if plan := self._plan:
-            _log.info("rank %d of %d:\n%s", world.rank, world.size, plan.report)
+        if start.plan is not None:
+            _log.info("rank %d of %d:\n%s", world.rank, world.size, start.plan.report)
         self._saver.start()
-
-    def _first_marks(self) -> dict[str, int]:
-        """The first rows that this session wants of the streams that are there."""
-        marks = _marks(self._store.snapshot, self._checkpoint)
-        if self._checkpoint is None and self._world.size > 1:
-            shown = {record.id for record in self._shown().streams}
-            return {stream: marks.get(stream, 0) for stream in shown}
-        return marks
-
-    def _shown(self) -> Snapshot:
-        """What can be sampled of the store as it was last looked at."""
-        fresh, options = self._store.snapshot, self.options
-        if self._world.size > 1 and options.share == "partition":
-            fresh = fresh.only(lambda record: record.rank == options.rank)
-        return fresh if self._cut is None else self._cut.joined(fresh, self._world.id)
 
     def _connect(self, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None) -> None:
         options = self.options
-        shown = self._cut if self._cut is not None else self._shown()
+        shown = self._start.first_shown()
         self._reader = Reader(
             shown,
             device=options.device,
@@ -303,9 +303,9 @@ class ReplayBuffer:
         if state["counters"]["policy_version"] is not None:
             self._keep_versions(int(state["counters"]["policy_version"]))
         with self._source.lock:
-            self._source.index.arrange(state["order"])
-            self._retainer.load_state_dict(state["retention"])
-            self._reader.load_state_dict(_as_tensors(state["reader"]))
+            self._source.index.arrange(state["order"], growing=self._start.growing)
+            self._retainer.load_state_dict(state["retention"], self._start.seen)
+            self._reader.load_state_dict(as_tensors(state["reader"]))
         counters = state["counters"]
         self._n_sampled, self._n_redrawn = int(counters["sampled"]), int(counters["redrawn"])
         self._bytes_per_step = counters["bytes_per_step"]
@@ -483,7 +483,7 @@ class ReplayBuffer:
         if self._saved_iterators:
             with self._source.lock:
                 self._source.publish()
-                iterator.load_state_dict(_as_tensors(self._saved_iterators.pop(0)))
+                iterator.load_state_dict(as_tensors(self._saved_iterators.pop(0)))
             self._reader._rng.counter = counter  # it was begun before, when a number was taken for it
         self._iterators = [ref for ref in self._iterators if ref() is not None]
         self._iterators.append(weakref.ref(iterator))
@@ -681,8 +681,9 @@ class ReplayBuffer:
     @property
     def partition_report(self) -> PartitionReport | None:
         """What became of the episodes of the checkpoint that this was resumed from; None: from none."""
-        if self._plan is None and self._checkpoint is not None and self._cut is not None:
-            self._plan = plan_partitions(self._cut, self._checkpoint, self._world.size, policy=None)
+        start = self._start
+        if self._plan is None and start.checkpoint is not None and start.cut is not None:
+            self._plan = plan_partitions(start.cut, start.checkpoint, self._world.size, policy=None)
         return None if self._plan is None else self._plan.report
 
     @property
@@ -755,7 +756,7 @@ class ReplayBuffer:
         self._check()
         self._store.refresh()
         with self._source.lock:
-            fresh = self._shown()
+            fresh = self._start.shown()
             self._source.follow(fresh)
             self._retainer.follow(fresh)
 
@@ -1008,7 +1009,7 @@ class ReplayBuffer:
     def _unwanted(self) -> dict[str, int]:
         """By stream: rows below are wanted here no more, nor by those who wrote them."""
         marks = first_rows(self._source)
-        for record in self._cut.streams if self._cut is not None else ():
+        for record in self._start.cut.streams if self._start.cut is not None else ():
             if marks.get(record.id, 0) >= record.rows:  # of what the checkpoint had of it nothing is left
                 marks[record.id] = max(marks[record.id], self._given_up.get(record.id, 0))
         return marks
@@ -1024,64 +1025,6 @@ class ReplayBuffer:
             self._statistics = _statistics(schema, self.options, None)
         if self._statistics is not None:
             self._statistics.update(rows)
-
-
-def _joined_world(store: Store, options: ReplayOptions, checkpoint: Checkpoint | None) -> World:
-    """This rank's place, once all are here and agree on what they do."""
-    storage, id_ = store.snapshot.storage, checkpoint.id if checkpoint is not None else None
-    rank, size = options.rank or 0, options.world_size or 1
-    world = join(storage, rank, size, checkpoint=id_, timeout_s=options.rank_timeout_s, through=options.through)
-    if size > 1:
-        schema = store.schema.to_json() if store.schema is not None else None
-        facts = {"seed": options.seed, "share": options.share, "checkpoint": id_ or "none", "schema": schema}
-        world.agree("hello", {"store": check_root(storage), **facts})
-    return world
-
-
-def _check_worlds(store: Store, options: ReplayOptions) -> None:
-    """Refuse to go on with what another number of ranks has written: nobody would know whose it is.
-
-    Raises:
-        RankError: So many have.
-    """
-    size = options.world_size or 1
-    for record in store.snapshot.streams:
-        if record.world is not None and record.rows and (record.world_size or 1) != size:
-            raise RankError(
-                f"{store.url} was written by {record.world_size or 1} ranks, this is one of {size}: go on with"
-                " ReplayBuffer.resume(url, checkpoint), which deals out the episodes anew"
-            )
-
-
-def _resumed_state(
-    store: Store,
-    found: Checkpoint,
-    changes: Mapping[str, Any],
-    policy: Policy | None,
-    incomplete: str | Mapping[str, str],
-    n_envs: int | None,
-) -> tuple[dict[str, Any], Partitions | None]:
-    """The state that a rank goes on with, and, where episodes were dealt out anew, how."""
-    storage, rank, size = store.snapshot.storage, changes["rank"] or 0, changes["world_size"] or 1
-    n_old = found.n_ranks or 1
-    is_same = size == n_old and policy is None and incomplete == "keep" and n_envs is None
-    if not is_same and _is_whole(storage, found, changes):
-        state = checkpoints.read_state(storage, found, rank % n_old)
-        state["reader"]["seed"] = rank_seed(int(state["options"]["seed"]), rank, size)
-        return state, None
-    if is_same:
-        return checkpoints.read_state(storage, found, rank), None
-    cut = Snapshot.at(storage, store.schema, found)
-    chosen = policy if policy is not None or size == n_old else "steps"
-    plan = plan_partitions(cut, found, size, policy=chosen, incomplete=incomplete, n_envs=n_envs)
-    return merged_state(storage, found, plan, rank, store.schema), plan
-
-
-def _is_whole(storage: Any, found: Checkpoint, changes: Mapping[str, Any]) -> bool:
-    if "share" in changes:
-        return bool(changes["share"] == "whole")
-    options = checkpoints.read_state(storage, found, 0, ("options",))["options"]
-    return bool(options.get("share") == "whole" and (found.n_ranks or 1) > 1)
 
 
 def _statistics(
@@ -1121,44 +1064,6 @@ def _n_rows(data: Any, n_axes: int) -> int:
     return smallest or 0
 
 
-def _marks(snapshot: Snapshot, checkpoint: Checkpoint | None) -> dict[str, int]:
-    """The first rows that a new session wants of the streams that are there."""
-    marks = {stream: row for stream, row in record_marks(snapshot.streams).items() if row}
-    if checkpoint is not None:  # also where it is 0: the session before may have given up rows since
-        marks |= {stream: cut.first for stream, cut in checkpoint.streams.items()}
-    return marks
-
-
-def _unfinished(snapshot: Snapshot, checkpoint: Checkpoint | None) -> list[str]:
-    """Streams of a checkpoint whose writers are declared dead by whoever resumes it."""
-    if checkpoint is None:
-        return []
-    return [r.id for r in snapshot.streams if r.id in checkpoint.streams and not r.is_sealed]
-
-
-def _abandoned(snapshot: Snapshot, cut: Snapshot | None) -> dict[str, int]:
-    """Rows that were committed after a cut by sessions that are none of ours, by stream."""
-    if cut is None:
-        return {}
-    kept = {record.id: record.rows for record in cut.streams}
-    lost = {record.id: record.rows - kept.get(record.id, 0) for record in snapshot.streams}
-    lost = {stream: n for stream, n in lost.items() if n > 0}
-    if lost:
-        _log.info("%d rows in %d streams were written after the checkpoint", sum(lost.values()), len(lost))
-    return lost
-
-
 def _without_priorities(state: dict[str, Any]) -> dict[str, Any]:
     """The state of an iterator; priorities are those of the buffer, and are kept once."""
     return state | {"draws": {name: value for name, value in state["draws"].items() if name != "priorities"}}
-
-
-def _as_tensors(tree: Any) -> Any:
-    """A state as it was before it was stored: arrays are tensors."""
-    if isinstance(tree, Mapping):
-        return {name: _as_tensors(value) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [_as_tensors(value) for value in tree]
-    if hasattr(tree, "dtype") and not isinstance(tree, torch.Tensor):
-        return torch.as_tensor(tree)
-    return tree

@@ -353,15 +353,19 @@ class Retainer:
         known = self._n_arrived.get(stream)
         return int(known.get(np.array([episode]))[0]) if known is not None else 0
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as another session would have gone on; the stream that it wrote is one of the others here."""
+    def load_state_dict(self, state: Mapping[str, Any], seen: Mapping[str, int] | None = None) -> None:
+        """Go on as another session would have gone on; the stream that it wrote is one of the others here.
+
+        ``seen`` says how many spans of each stream the state knows; by default all that there are.
+        """
         number = np.array([self._source.index.numbers.get(name, -1) for name in state["streams"]], np.int64)
         self.evicted |= {cause: dict(counts) for cause, counts in state["evicted"].items()}
         if not self.options.is_limited:
             return
         if not state["is_limited"]:
             return  # what arrived was not kept: it goes in the order of its rows
-        self._seen = {record.id: record.spans for record in self._source.snapshot.streams}
+        there = {record.id: record.spans for record in self._source.snapshot.streams}
+        self._seen = there if seen is None else dict(seen)
         self._order, self._queues = int(state["order"]), {}
         for name, items in state["queues"].items():
             self._queues[int(number[int(name)])] = queue = _Queue()

@@ -14,6 +14,7 @@ from trajstore.world import World
 
 _POLL_S = 1.0
 _ASKED_S = 600.0
+_NAMES = 256  # of checkpoints whose number is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,10 @@ class Saver:
 
     def start(self) -> None:
         """Look for requests from now on."""
+        if self._world.size > 1:
+            notes = self._world.board.read(range(self._world.size), "named").values()
+            for note in notes:
+                self._n_named |= {name: max(int(n), self._n_named.get(name, 0)) for name, n in note.items()}
         if self._attendant is not None:
             self._attendant.start()
 
@@ -96,13 +101,20 @@ class Saver:
         checkpoints.new_checkpoint_id(name)  # refuses names before anything is begun
         self._called.wait()
         with self._lock:
-            n = self._n_named[name] = self._n_named.get(name, 0) + 1
-            is_alone = self._world.size == 1
-            id_ = checkpoints.new_checkpoint_id(name) if is_alone else collective_id(self._world.id, name, n)
+            id_ = checkpoints.new_checkpoint_id(name) if self._world.size == 1 else self._next_id(name)
             self._called.submit(id_, self._take(name, keep_last))
         if wait:
             self._called.wait()
         return id_
+
+    def _next_id(self, name: str) -> str:
+        """The id that all ranks give to their next checkpoint of a name; a rank that comes back can look it up."""
+        n = self._n_named.pop(name, 0) + 1
+        self._n_named[name] = n
+        if len(self._n_named) > _NAMES:
+            self._n_named.pop(next(iter(self._n_named)))
+        self._world.post("named", self._n_named)
+        return collective_id(self._world.id, name, n)
 
     def ask(self, name: str, *, wait: bool, timeout_s: float | None) -> str | None:
         """Ask all ranks for a checkpoint, wherever they are; each takes its cut when it hears of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -174,6 +174,16 @@ class Snapshot:
         """This view and, of another, the streams of one world."""
         more = {name: s for name, s in other._streams.items() if s.record.world == world}
         snapshot = Snapshot(self._storage, self._schema or other.schema, {**self._streams, **more})
+        snapshot._pins = self._pins
+        return snapshot
+
+    def ended(self, names: Collection[str]) -> Snapshot:
+        """The same view, with some streams as of writers that are dead: what they left open is cut."""
+        streams = dict(self._streams)
+        for name in names:
+            if name in streams and not streams[name].record.is_sealed:
+                streams[name] = streams[name].advanced(replace(streams[name].record, is_sealed=True))
+        snapshot = Snapshot(self._storage, self._schema, streams)
         snapshot._pins = self._pins
         return snapshot
 

@@ -205,6 +205,25 @@ def _torch_store(prefix: str) -> Any:
     return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
 
 
+def rejoin(
+    storage: Storage, rank: int, size: int, *, world: str | None, timeout_s: float
+) -> tuple[World, str | None]:
+    """Take a rank's place again that died, in a world that goes on; and the checkpoint that this started from.
+
+    Raises:
+        RankError: There is no such world.
+    """
+    for name in [world] if world is not None else list_worlds(storage):
+        known = read_world(storage, name)
+        before = read_member(storage, name, rank)
+        if known is not None and known["size"] == size and before is not None:
+            board = StorageBoard(storage, name, rank, os.urandom(16).hex(), before["notes"])
+            board.post("left", None)
+            return World(name, rank, size, board, timeout_s), known.get("checkpoint")
+    which = f"'{world}'" if world is not None else f"of {size} ranks"
+    raise RankError(f"{storage.display}: no world {which} that rank {rank} has been in, through the store")
+
+
 def put_world(storage: Storage, world: str, size: int, checkpoint: str | None) -> None:
     """Leave a place in the store for a world's notes, where others can find it."""
     own = {
