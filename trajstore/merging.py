@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,9 @@ import numpy as np
 from trajstore import checkpoints
 from trajstore.checkpoints import Checkpoint, parts_of
 from trajstore.errors import CorruptionError
-from trajstore.index import GONE, TRUNCATED
+from trajstore.index import TRUNCATED
 from trajstore.partitions import Partitions
 from trajstore.redistribution import Finder
-from trajstore.retention import Retention
 from trajstore.rng import rank_seed
 from trajstore.schema import Array, Schema
 from trajstore.sizes import parse_bytes
@@ -26,27 +24,39 @@ _FRESH_MASSES = {"scale": 0.0, "limit": 0.0, "size": 0, "ranked_at": 0, "is_loos
 
 
 def merged_state(
-    storage: Storage, checkpoint: Checkpoint, plan: Partitions, rank: int, schema: Schema | None
+    storage: Storage,
+    checkpoint: Checkpoint,
+    plan: Partitions,
+    schema: Schema | None,
+    *,
+    part: int,
+    rank: int,
+    world_size: int,
 ) -> dict[str, Any]:
-    """The state of one rank of a plan; the parts that the old ranks saved are read one after the other.
+    """The state of a rank that shows one part of a plan; what the old ranks saved is read one after the other.
 
     Per-step values (priorities, written columns, uses) are carried bit by bit. Sums over ranks (batches sampled,
     steps evicted, inserts counted) stay what they were: every new rank gets an equal share. Draws go on at the
     largest counter that any old rank had reached, with the new rank's own seed, so no number is used twice.
     """
-    merging = _Merging(plan, rank)
-    for holder, part in enumerate(parts_of(checkpoint)):
-        merging.add(holder, checkpoints.read_state(storage, checkpoint, part))
+    merging = _Merging(plan, plan.of(part), rank, world_size)
+    for holder, old in enumerate(parts_of(checkpoint)):
+        merging.add(holder, checkpoints.read_state(storage, checkpoint, old))
     return merging.result(schema)
+
+
+def shared(total: int, rank: int, world_size: int) -> int:
+    """A rank's equal share of a count: all shares add up to it."""
+    return int(total) // world_size + (rank < int(total) % world_size)
 
 
 class _Merging:
     """Takes up one old rank's state after the other."""
 
-    def __init__(self, plan: Partitions, rank: int) -> None:
+    def __init__(self, plan: Partitions, mine: Array, rank: int, world_size: int) -> None:
         self._plan = plan
-        self._rank = rank
-        self._mine = plan.of(rank)
+        self._rank, self._world_size = rank, world_size
+        self._mine = mine
         self._number = {name: i for i, name in enumerate(plan.streams)}
         self._start = np.cumsum(plan.length[self._mine]) - plan.length[self._mine]
         self._size = int(plan.length[self._mine].sum())
@@ -120,7 +130,7 @@ class _Merging:
     def result(self, schema: Schema | None) -> dict[str, Any]:
         first = self._states[min(self._rank, len(self._states) - 1)]
         return {
-            "options": first["options"],
+            "options": first["options"] | {"capacity": self._capacity()},
             "order": self._order(),
             "reader": self._reader(first["reader"]),
             "retention": self._retention(),
@@ -131,8 +141,23 @@ class _Merging:
         }
 
     def _share(self, total: int) -> int:
-        n = self._plan.world_size
-        return int(total) // n + (self._rank < int(total) % n)
+        return shared(total, self._rank, self._world_size)
+
+    def _capacity(self) -> Any:
+        """The limits of all old ranks together, and of that an equal share."""
+        limits = [state["options"]["capacity"] for state in self._states]
+        if len(limits) == self._world_size or any(type(limit) is not type(limits[0]) for limit in limits):
+            return limits[min(self._rank, len(limits) - 1)]
+        if isinstance(limits[0], Mapping):
+            summed = {name: self._summed(name, limits) for name in ("steps", "episodes", "bytes")}
+            return {**limits[0], **summed}
+        return None if limits[0] is None else self._share(sum(limits))
+
+    def _summed(self, name: str, limits: Sequence[Mapping[str, Any]]) -> int | None:
+        values = [limit[name] for limit in limits]
+        if any(value is None for value in values):
+            return None
+        return self._share(sum(parse_bytes(value, name) if name == "bytes" else value for value in values))
 
     def _order(self) -> dict[str, Any]:
         plan, mine = self._plan, self._mine
@@ -145,8 +170,8 @@ class _Merging:
             "episode": plan.episode[mine],
             "t": plan.t[mine],
             "env": plan.env[mine],
-            "flags": np.where(is_ended, TRUNCATED, 0),
-            "begin": np.where(is_begun, plan.t[mine], GONE),
+            "flags": np.where(is_ended, TRUNCATED, plan.flags[mine]),
+            "begin": np.where(is_begun, plan.t[mine], plan.begin[mine]),
         }
 
     def _steps(self) -> dict[str, Any]:
@@ -168,7 +193,7 @@ class _Merging:
         readers = [state["reader"] for state in self._states]
         seed = int(self._states[0]["options"]["seed"])
         state = {
-            "seed": rank_seed(seed, self._rank, self._plan.world_size),
+            "seed": rank_seed(seed, self._rank, self._world_size),
             "counter": max(int(reader["counter"]) for reader in readers),
             "columns": first["columns"],
         }
@@ -213,11 +238,13 @@ class _Merging:
     def _counters(self) -> dict[str, Any]:
         counters = [state["counters"] for state in self._states]
         versions = [c["policy_version"] for c in counters if c["policy_version"] is not None]
-        sizes = [c["bytes_per_step"] for c in counters if c["bytes_per_step"] is not None]
+        held = np.bincount(self._plan.holder, self._plan.length, len(counters))
+        known = [(c["bytes_per_step"], n) for c, n in zip(counters, held, strict=True) if c["bytes_per_step"]]
+        sizes, weights = zip(*known, strict=True) if known else ((), ())
         return {
             "sampled": self._share(sum(int(c["sampled"]) for c in counters)),
             "redrawn": self._share(sum(int(c["redrawn"]) for c in counters)),
-            "bytes_per_step": float(np.mean(sizes)) if sizes else None,
+            "bytes_per_step": float(np.average(sizes, weights=np.maximum(weights, 1))) if sizes else None,
             "policy_version": max(versions, default=None),
         }
 
@@ -236,24 +263,7 @@ class _Merging:
         return {path: self._shared_moments(moments) for path, moments in total.state_dict().items()}
 
     def _shared_moments(self, moments: Mapping[str, Array]) -> dict[str, Array]:
-        n, count = self._plan.world_size, moments["count"]
+        n, count = self._world_size, moments["count"]
         mine, nonfinite = (a // n + (self._rank < a % n) for a in (count, moments["n_nonfinite"]))
         m2 = moments["m2"] * (mine / np.maximum(count, 1))
         return {**moments, "count": mine, "n_nonfinite": nonfinite, "m2": m2}
-
-
-def scaled(
-    capacity: int | Retention | None, n_old: int, n_new: int, steps: int, episodes: int
-) -> int | Retention | None:
-    """A limit that was one of several ranks' for each, for another number of them: the sum stays.
-
-    It is never less than what the rank has been given.
-    """
-    if capacity is None or n_old == n_new:
-        return capacity
-    limits = Retention.of(capacity)
-    of_steps = None if limits.steps is None else max(-(-limits.steps * n_old // n_new), steps)
-    of_episodes = None if limits.episodes is None else max(-(-limits.episodes * n_old // n_new), episodes)
-    n_bytes = None if limits.bytes is None else -(-parse_bytes(limits.bytes, "bytes") * n_old // n_new)
-    scaled_limits = replace(limits, steps=of_steps, episodes=of_episodes, bytes=n_bytes)
-    return scaled_limits.steps if isinstance(capacity, int) else scaled_limits

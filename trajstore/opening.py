@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ import torch
 from trajstore import checkpoints
 from trajstore.checkpoints import Checkpoint
 from trajstore.errors import RankError
-from trajstore.merging import merged_state, scaled
+from trajstore.merging import merged_state, shared
 from trajstore.partitions import Partitions, Policy
 from trajstore.record import first_rows as record_marks
 from trajstore.redistribution import plan as plan_partitions
+from trajstore.redistribution import read_parts
 from trajstore.replay_options import ReplayOptions, from_json, settle_options, with_ranks
 from trajstore.rng import rank_seed
 from trajstore.snapshot import Snapshot
@@ -112,6 +113,14 @@ class Start:
         return lost
 
     @property
+    def least(self) -> dict[str, int]:
+        """What limits leave in any case: what this rank was given, of whatever others had."""
+        if self.plan is None:
+            return {}
+        counts = self.plan.report.ranks[self.world.rank]
+        return {"least_steps": counts["steps"], "least_episodes": counts["episodes"]}
+
+    @property
     def growing(self) -> frozenset[str]:
         """Streams of which more is shown than the state knows."""
         if self.world.size > 1 and self.options.share == "whole":
@@ -178,12 +187,7 @@ def _resumed(
     store: Store, found: Checkpoint, changes: Mapping[str, Any], how: How
 ) -> tuple[ReplayOptions, dict[str, Any], Partitions | None]:
     state, plan = _resumed_state(store, found, changes, how)
-    options = from_json(state["options"], changes)
-    if plan is not None and "capacity" not in changes:
-        counts = plan.report.ranks[changes["rank"] or 0]
-        sizes = plan.n_sources, plan.world_size, counts["steps"], counts["episodes"]
-        options = replace(options, capacity=scaled(options.capacity, *sizes))
-    return settle_options(options, changes), state, plan
+    return settle_options(from_json(state["options"], changes), changes), state, plan
 
 
 def _resumed_state(
@@ -192,23 +196,36 @@ def _resumed_state(
     """The state that a rank goes on with, and, where episodes were dealt out anew, how."""
     storage, rank, size = store.snapshot.storage, changes["rank"] or 0, changes["world_size"] or 1
     n_old = found.n_ranks or 1
-    if size == n_old and how == How():
+    saved = checkpoints.read_state(storage, found, 0, ("options",))["options"].get("share", "partition")
+    was_whole = saved == "whole" and n_old > 1
+    is_whole = changes.get("share", saved) == "whole" and size > 1
+    if size == n_old and how == How() and was_whole == is_whole:
         return checkpoints.read_state(storage, found, rank), None
-    if _is_whole(storage, found, changes):
-        state = checkpoints.read_state(storage, found, rank % n_old)
-        state["reader"]["seed"] = rank_seed(int(state["options"]["seed"]), rank, size)
-        return state, None
+    if is_whole and how != How():
+        raise ValueError(f"share='whole': nothing is dealt out, so {how} has no meaning")
+    if was_whole and is_whole:
+        return _shared_state(storage, found, rank, size), None
     cut = Snapshot.at(storage, store.schema, found)
-    policy = how.policy if how.policy is not None or size == n_old else "steps"
-    plan = plan_partitions(cut, found, size, policy=policy, incomplete=how.incomplete, n_envs=how.n_envs)
-    return merged_state(storage, found, plan, rank, store.schema), plan
+    policy = how.policy if how.policy is not None or (size == n_old and not was_whole) else "steps"
+    n_parts = 1 if is_whole else size
+    plan = plan_partitions(cut, found, n_parts, policy=policy, incomplete=how.incomplete, n_envs=how.n_envs)
+    part = 0 if is_whole else rank
+    state = merged_state(storage, found, plan, store.schema, part=part, rank=rank, world_size=size)
+    return state, None if is_whole else plan
 
 
-def _is_whole(storage: Storage, found: Checkpoint, changes: Mapping[str, Any]) -> bool:
-    """Whether every rank shows everything, so that nothing is dealt out."""
-    options = checkpoints.read_state(storage, found, 0, ("options",))["options"]
-    was_whole = options.get("share") == "whole" and (found.n_ranks or 1) > 1
-    return bool(was_whole and changes.get("share", "whole") == "whole")
+def _shared_state(storage: Storage, found: Checkpoint, rank: int, size: int) -> dict[str, Any]:
+    """The state of a rank that shows everything, as an old rank did, with its share of what they counted."""
+    state: dict[str, Any] = checkpoints.read_state(storage, found, rank % (found.n_ranks or 1))
+    state["reader"]["seed"] = rank_seed(int(state["options"]["seed"]), rank, size)
+    state["iterators"] = []
+    parts = read_parts(storage, found, ("counters", "limiter"))
+    for name in ("sampled", "redrawn"):
+        state["counters"][name] = shared(sum(int(part["counters"][name]) for part in parts), rank, size)
+    if state["limiter"] is not None:
+        counts = [part["limiter"] for part in parts]
+        state["limiter"] = {key: shared(sum(int(c[key]) for c in counts), rank, size) for key in counts[0]}
+    return state
 
 
 def _joined_world(store: Store, options: ReplayOptions, checkpoint: str | None, how: How) -> World:

@@ -145,6 +145,8 @@ class Partitions:
         holder: The rank that had it when the checkpoint was saved.
         source_rank: The rank that recorded it.
         source_env: The environment that recorded it.
+        flags: What a redistribution before has made of its end, as the index has it.
+        begin: The step that a redistribution before has made its first; far beyond all steps: none.
         rank: The rank that gets it; -1: none, it is dropped.
         env: Its environment there.
         n_sources: Number of ranks that saved the checkpoint.
@@ -163,6 +165,8 @@ class Partitions:
     holder: Array
     source_rank: Array
     source_env: Array
+    flags: Array
+    begin: Array
     rank: Array
     env: Array
     n_sources: int
@@ -230,6 +234,6 @@ def _counts(rank: Array, length: Array, chosen: Array, n: int) -> list[dict[str,
     return [{"episodes": int(e), "steps": int(s)} for e, s in zip(episodes, steps, strict=True)]
 
 
-def causes(end: Array, t: Array) -> dict[str, Array]:
-    """Why episodes are incomplete, as masks by cause."""
-    return {"open": end == End.OPEN, "headless": t > 0, "cut": end == End.CUT}
+def causes(end: Array, t: Array, begin: Array) -> dict[str, Array]:
+    """Why episodes are incomplete, as masks by cause; what begins where its steps do is not."""
+    return {"open": end == End.OPEN, "headless": (t > 0) & (t != begin), "cut": end == End.CUT}

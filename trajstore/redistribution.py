@@ -12,6 +12,7 @@ import numpy as np
 from trajstore import checkpoints
 from trajstore.checkpoints import Checkpoint, parts_of
 from trajstore.errors import CorruptionError
+from trajstore.index import GONE
 from trajstore.partitions import Partitions, Policy, causes, deal, fates
 from trajstore.schema import Array
 from trajstore.sizes import check_positive
@@ -75,7 +76,7 @@ def plan(
     what = fates(incomplete)
     orders = read_parts(snapshot.storage, checkpoint, ("order",))
     episodes = _Episodes.of(snapshot, [part["order"] for part in orders])
-    is_cause = causes(episodes.end, episodes.t)
+    is_cause = causes(episodes.end, episodes.t, episodes.begin)
     dropped = np.zeros(len(episodes.t), bool)
     for cause, mask in is_cause.items():
         dropped |= mask & (what[cause] == "drop")
@@ -96,6 +97,8 @@ def plan(
         episodes.holder,
         episodes.source_rank,
         episodes.source_env,
+        episodes.flags,
+        episodes.begin,
         rank,
         env,
         len(orders),
@@ -156,13 +159,14 @@ class _Episodes:
         self.stream, self.episode, self.t, self.holder = (columns[n] for n in ("stream", "episode", "t", "holder"))
         self.length, self.end, self.source_rank = (columns[n] for n in ("length", "end", "source_rank"))
         self.source_env, self.env = columns["source_env"], columns["env"]
+        self.flags, self.begin = columns["flags"], columns["begin"]
 
     @staticmethod
     def of(snapshot: Snapshot, orders: Sequence[Mapping[str, Any]]) -> _Episodes:
         """Bring together what ranks hold, by their own numbering of streams, with what the streams say of it."""
         number = {name: i for i, name in enumerate(snapshot.names)}
         blocks = [_held(holder, order, number) for holder, order in enumerate(orders)]
-        columns = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+        columns = _each_once({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]})
         # What had no end yet is told apart from what a writer has cut.
         parts = [replace(part, is_finished=False) for part in snapshot.parts()]
         joined = join(span_table(parts, None))
@@ -185,11 +189,22 @@ class _Episodes:
         return _Episodes(snapshot.names, {name: column[order] for name, column in columns.items()})
 
 
+def _each_once(columns: dict[str, Array]) -> dict[str, Array]:
+    """Episodes that several ranks show, as the first of them does."""
+    pairs = np.stack([columns["stream"], columns["episode"]])
+    order = np.lexsort((columns["holder"], *pairs[::-1]))
+    is_again = (np.diff(pairs[:, order]) == 0).all(0)
+    if not is_again.any():
+        return columns
+    kept = np.sort(order[np.append(True, ~is_again)])
+    return {name: column[kept] for name, column in columns.items()}
+
+
 def _held(holder: int, order: Mapping[str, Any], number: Mapping[str, int]) -> dict[str, Array]:
     """The episodes that a rank had, by the numbers that streams have here."""
     numbers = np.array([number.get(name, -1) for name in order["streams"]], np.int64)
     n = len(order["stream"])
-    shown = {"env": np.full(n, -1), "flags": np.zeros(n, np.int64)}
+    shown = {"env": np.full(n, -1), "flags": np.zeros(n, np.int64), "begin": np.full(n, GONE)}
     return {
         "stream": numbers[np.asarray(order["stream"], np.int64)],
         "episode": np.asarray(order["episode"], np.int64),

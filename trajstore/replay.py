@@ -141,7 +141,8 @@ class ReplayBuffer:
 
         With another number of ranks than saved it (``rank`` and ``world_size``, or those of torch.distributed), the
         episodes are dealt out anew, whole, without copying any; `partition_report` says what became of them. Limits
-        are scaled so that their sum over the ranks stays, and are at least what a rank was given.
+        are scaled so that their sum over the ranks stays; while this session lasts, none takes away what a rank was
+        given.
 
         Args:
             url: Of the store.
@@ -277,7 +278,7 @@ class ReplayBuffer:
             streams=state["order"]["streams"] if state else (),
         )
         self._source = self._reader._source
-        self._retainer = Retainer(self._source, Retention.of(options.capacity))
+        self._retainer = Retainer(self._source, Retention.of(options.capacity), **self._start.least)
         if state is not None:
             self._restore(state)
         self._retainer.follow(shown)
@@ -680,9 +681,13 @@ class ReplayBuffer:
 
     @property
     def partition_report(self) -> PartitionReport | None:
-        """What became of the episodes of the checkpoint that this was resumed from; None: from none."""
+        """What became of the episodes of the checkpoint that this was resumed from.
+
+        None where there is none, or where every rank shows everything.
+        """
         start = self._start
-        if self._plan is None and start.checkpoint is not None and start.cut is not None:
+        is_whole = self.options.share == "whole" and self._world.size > 1
+        if self._plan is None and start.checkpoint is not None and start.cut is not None and not is_whole:
             self._plan = plan_partitions(start.cut, start.checkpoint, self._world.size, policy=None)
         return None if self._plan is None else self._plan.report
 

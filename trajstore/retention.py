@@ -108,8 +108,11 @@ class Retainer:
     rows that are on storage go later, once nothing before them is wanted (`first_rows`).
     """
 
-    def __init__(self, source: Assembler, options: Retention) -> None:
+    def __init__(
+        self, source: Assembler, options: Retention, *, least_steps: int = 0, least_episodes: int = 0
+    ) -> None:
         self.options = options
+        self._least_steps, self._least_episodes = least_steps, least_episodes  # that a limit leaves in any case
         self._source = source
         self._queues: dict[int, _Queue] = {}  # by stream number
         self._n_arrived: dict[int, ByEpisode] = {}  # by stream: rows of its episodes that pages were turned with
@@ -204,13 +207,14 @@ class Retainer:
         before = self.n_evicted
         options, index = self.options, self._source.index
         if options.steps is not None:
-            self._shrink("steps", options.steps, index.n_steps)
+            self._shrink("steps", max(options.steps, self._least_steps), index.n_steps)
         if options.bytes is not None and bytes_per_step is not None:
-            self._shrink("bytes", int(parse_bytes(options.bytes, "bytes") / bytes_per_step), index.n_steps)
+            limit = int(parse_bytes(options.bytes, "bytes") / bytes_per_step)
+            self._shrink("bytes", max(limit, self._least_steps), index.n_steps)
         if options.per_stream is not None and options.per_stream.steps is not None:
             self._shrink_streams(options.per_stream.steps)
         if options.episodes is not None:
-            self._drop_episodes(options.episodes)
+            self._drop_episodes(max(options.episodes, self._least_episodes))
         self._drop_old(now)
         return self.n_evicted > before
 
