@@ -10,9 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trajstore.errors import DataError, FormatError, RankError, RankTimeoutError, StorageError, TrajstoreError
-from trajstore.record import FORMAT, GROUP, dump_json, load_json, new_id, own_attributes
-from trajstore.schema import check_name
+from trajstore import checkpoints
+from trajstore.errors import (
+    DataError,
+    FormatError,
+    RankError,
+    RankTimeoutError,
+    SchemaError,
+    StorageError,
+    TrajstoreError,
+)
+from trajstore.record import FORMAT, GROUP, dump_json, is_stream_id, load_json, new_id, own_attributes
 from trajstore.storage import Storage, open_storage
 from trajstore.store import Url, check_root
 from trajstore.world import World, list_worlds, put_world, read_world
@@ -88,7 +96,7 @@ class Attendant:
 
     def ask(self, name: str) -> int:
         """Ask all ranks for a checkpoint; returns the number of this request, for `wait`."""
-        check_name(name, "checkpoint name")
+        checkpoints.new_checkpoint_id(name)  # refuses what is no name
         with self._condition:
             self._n_asked += 1
             n, self._name = self._n_asked, name
@@ -174,17 +182,16 @@ class Attendant:
 
     def _announced(self) -> Asked | None:
         note = self._world.read("announce")
-        if note is None:
-            return None
-        return Asked(int(note["n"]), str(note["id"]), str(note["name"]), tuple(map(int, note["answers"])))
+        return None if note is None else _checked_announcement(note, self._world.size)
 
     def _decided(self) -> Asked | None:
         """What is asked for now, announced to all."""
         notes = self._world.board.read(range(self._world.size), "request")
-        answers = [int(notes[rank]["n"]) if rank in notes else 0 for rank in range(self._world.size)]
+        asked = {rank: _checked_request(note, rank) for rank, note in notes.items()}
+        answers = [asked[rank][0] if rank in asked else 0 for rank in range(self._world.size)]
         fresh = [rank for rank, n in enumerate(answers) if n > self._answered[rank]]
         outside, outside_name = self._request_outside()
-        names = [str(notes[rank]["name"]) for rank in fresh]
+        names = [asked[rank][1] for rank in fresh]
         if outside != self._outside:
             names.append(outside_name)
         if self._due is not None and time.monotonic() >= self._due:
@@ -194,10 +201,10 @@ class Attendant:
         if self._every_s is not None:
             self._due = time.monotonic() + self._every_s
         self._answered, self._outside = answers, outside
-        asked = Asked(self._n + 1, new_id(names[0]), names[0], tuple(answers))
-        note = {"n": asked.n, "id": asked.id, "name": asked.name, "answers": answers}
+        found = Asked(self._n + 1, new_id(names[0]), names[0], tuple(answers))
+        note = {"n": found.n, "id": found.id, "name": found.name, "answers": answers}
         self._world.post("announce", note)
-        return asked
+        return found
 
     def _request_outside(self) -> tuple[str | None, str]:
         key = _request_key(self._world.id)
@@ -208,9 +215,38 @@ class Attendant:
         what = f"{self._storage.display}/{key}"
         own = own_attributes(load_json(data, what), "request", what)
         name, nonce = own.get("name"), own.get("nonce")
-        if not isinstance(nonce, str) or not isinstance(name, str):
+        if not isinstance(nonce, str) or not _is_name(name):
             raise FormatError(f"{what}: expected a name and a nonce")
-        return nonce, check_name(name, "checkpoint name")
+        return nonce, str(name)
+
+
+def _is_name(name: object) -> bool:
+    try:
+        return isinstance(name, str) and checkpoints.new_checkpoint_id(name) is not None
+    except SchemaError:
+        return False
+
+
+def _is_count(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 1 << 62
+
+
+def _checked_request(note: Any, rank: int) -> tuple[int, str]:
+    if not isinstance(note, dict) or not _is_count(note.get("n")) or not _is_name(note.get("name")):
+        raise FormatError(f"rank {rank} asks for a checkpoint with {note!r:.80}, expected a number and a name")
+    return note["n"], note["name"]
+
+
+def _checked_announcement(note: Any, size: int) -> Asked:
+    """What rank 0 has decided, trusting nothing in it."""
+    given = note if isinstance(note, dict) else {}
+    values: list[Any] = [given.get(key) for key in ("n", "id", "name", "answers")]
+    n, id_, name, answers = values
+    is_good = _is_count(n) and _is_name(name) and isinstance(id_, str) and is_stream_id(id_)
+    is_good = is_good and id_.rpartition("-")[0] == name and isinstance(answers, list) and len(answers) == size
+    if not is_good or not all(map(_is_count, answers)):
+        raise FormatError(f"rank 0 announces a checkpoint with {note!r:.80}, expected n, id, name and answers")
+    return Asked(n, id_, name, tuple(answers))
 
 
 def _request_key(world: str) -> str:
@@ -235,12 +271,18 @@ def request_checkpoint(
     """
     storage = open_storage(url, storage_options)
     check_root(storage)
-    check_name(name, "checkpoint name")
-    worlds = list_worlds(storage)
-    if not worlds:
+    checkpoints.new_checkpoint_id(name)  # refuses what is no name
+    worlds = (world for world in list_worlds(storage) if _is_joined(storage, world))
+    newest = next(worlds, None)
+    if newest is None:
         raise DataError(
             f"{storage.display}: no session here looks for requests; it needs several ranks, or attend_s"
         )
     own: dict[str, Any] = {"format": FORMAT, "kind": "request", "nonce": os.urandom(16).hex(), "name": name}
-    storage.put(_request_key(worlds[0]), dump_json(GROUP | {"attributes": {"trajstore": own}}))
-    return worlds[0]
+    storage.put(_request_key(newest), dump_json(GROUP | {"attributes": {"trajstore": own}}))
+    return newest
+
+
+def _is_joined(storage: Storage, world: str) -> bool:
+    known = read_world(storage, world)
+    return known is not None and known.get("joined") is True

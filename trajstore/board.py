@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
@@ -56,12 +57,14 @@ class StorageBoard:
         self._world = world
         self._rank = rank
         self._nonce = nonce
+        self._lock = threading.Lock()  # puts of several threads must not overtake each other
         self._notes: dict[str, Any] = dict(notes or {})
 
     def post(self, key: str, note: Any) -> None:
-        notes = {**self._notes, key: note}
-        self._notes = {name: value for name, value in notes.items() if value is not None}
-        self._storage.put(member_key(self._world, self._rank), member_bytes(self._nonce, self._notes))
+        with self._lock:
+            notes = {name: value for name, value in {**self._notes, key: note}.items() if value is not None}
+            self._storage.put(member_key(self._world, self._rank), member_bytes(self._nonce, notes))
+            self._notes = notes
 
     def read(self, ranks: Iterable[int], key: str) -> dict[int, Any]:
         wanted = list(ranks)

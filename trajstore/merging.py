@@ -104,7 +104,7 @@ class _Merging:
         self._typical.append(float(steps["typical"]))
 
     def _add_arrivals(self, holder: int, retention: Mapping[str, Any]) -> None:
-        """Keep what arrived, of this rank's episodes: time, holder, order, stream, episode, t, rows."""
+        """Keep what arrived, of this rank's episodes: time, rows after, stream, episode, t, rows, holder."""
         numbers = self._numbers(retention["streams"])
         blocks = []
         for name, items in retention["queues"].items():
@@ -120,6 +120,8 @@ class _Merging:
             blocks.append(np.stack([time, order, numbers[pairs[0]], pairs[1], t, count]).astype(np.float64))
         if blocks:
             items = np.concatenate(blocks, 1)
+            items = items[:, np.argsort(items[1], kind="stable")]
+            items[1] = np.cumsum(items[5][::-1])[::-1]  # from here on: what came after, as between episodes
             rows = self._mine[self._held(holder)]
             finder = Finder(self._plan.stream[rows], self._plan.episode[rows])
             items = items[:, finder.find(items[2].astype(np.int64), items[3].astype(np.int64)) >= 0]
@@ -212,7 +214,7 @@ class _Merging:
 
     def _retention(self) -> dict[str, Any]:
         arrived = np.concatenate([np.empty((7, 0)), *self._arrivals], 1)
-        arrived = arrived[:, np.lexsort((arrived[1], arrived[6], arrived[0]))]
+        arrived = arrived[:, np.lexsort((arrived[6], -arrived[1]))]
         order, time, stream = np.arange(arrived.shape[1]), arrived[0], arrived[2].astype(np.int64)
         items = np.stack([order, *arrived[3:6], time])
         parts = [state["retention"] for state in self._states]

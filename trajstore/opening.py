@@ -173,7 +173,7 @@ def start_rejoined(store: Store, world_id: str | None, changes: Mapping[str, Any
     world, began_at = rejoin(storage, rank, size, world=world_id, timeout_s=given.rank_timeout_s)
     streams = store.snapshot.streams
     before = frozenset(r.id for r in streams if r.world == world.id and r.rank == rank)
-    ours = [c for c in checkpoints.list_checkpoints(storage) if c.world == world.id and c.n_ranks == size]
+    ours = [c for c in checkpoints.list_checkpoints(storage) if c.world == world.id and (c.n_ranks or 1) == size]
     found = ours[-1] if ours else checkpoints.find(storage, began_at) if began_at is not None else None
     if found is None:
         return Start(store, given, world, before=before, is_back=True)

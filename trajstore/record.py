@@ -29,9 +29,10 @@ _COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}\Z")
 _BASE32 = "0123456789abcdefghijklmnopqrstuv"
 
 
-def new_id(name: str) -> str:
-    """``<name>-<unique id>``; ids of one name sort by the time they were made."""
-    number = (time.time_ns() // 1_000_000 << 80) | int.from_bytes(os.urandom(10), "big")
+def new_id(name: str, after: str | None = None) -> str:
+    """``<name>-<unique id>``; ids of one name sort by the time they were made, in any case after a given one."""
+    earliest = 0 if after is None else (int(after.rpartition("-")[2], 32) >> 80) + 1
+    number = (max(time.time_ns() // 1_000_000, earliest) << 80) | int.from_bytes(os.urandom(10), "big")
     return name + "-" + "".join(_BASE32[number >> shift & 31] for shift in range(125, -1, -5))
 
 

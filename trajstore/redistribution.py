@@ -152,7 +152,11 @@ class Finder:
 
 
 class _Episodes:
-    """All episodes of a checkpoint, in order of arrival: by the time of their last span, then by rank."""
+    """All episodes of a checkpoint, in order of arrival.
+
+    Of each rank that order is known. Between ranks it goes by the steps that came after, as all were saved at one
+    time: clocks have no say, so two runs that do the same are dealt out alike.
+    """
 
     def __init__(self, streams: Sequence[str], columns: Mapping[str, Array]) -> None:
         self.streams = streams
@@ -178,15 +182,25 @@ class _Episodes:
             raise CorruptionError(f"the checkpoint lists episode {columns['episode'][lost]} of stream '{name}'")
         ranks = {record.id: record.rank or 0 for record in snapshot.streams}
         of_stream = np.array([ranks.get(name, 0) for name in snapshot.names], np.int64)
-        facts = {name: spans[name][last][at] for name in ("env", "end", "has_final", "time")}
+        facts = {name: spans[name][last][at] for name in ("env", "end", "has_final")}
         stop = joined.first_t[at] + joined.n_rows[at] - facts["has_final"]
-        columns |= {"length": stop - columns["t"], "source_env": facts["env"], "time": facts["time"]}
+        columns |= {"length": stop - columns["t"], "source_env": facts["env"]}
         end = facts["end"]
         columns |= {"end": np.where(columns["flags"] > 0, int(End.TRUNCATED), end)}
         columns |= {"source_rank": of_stream[columns["stream"]]}
         columns["env"] = np.where(columns["env"] >= 0, columns["env"], facts["env"])
-        order = np.lexsort((np.arange(len(at)), columns["time"]))
+        columns["after"] = _after(columns["holder"], columns["length"])
+        order = np.lexsort((columns["holder"], -columns["after"]))
         return _Episodes(snapshot.names, {name: column[order] for name, column in columns.items()})
+
+
+def _after(holder: Array, length: Array) -> Array:
+    """By episode, in the order that each rank had them: steps of that rank from there on."""
+    after = np.empty(len(length), np.int64)
+    for rank in np.unique(holder):
+        mine = np.flatnonzero(holder == rank)
+        after[mine] = np.cumsum(length[mine][::-1])[::-1]
+    return after
 
 
 def _each_once(columns: dict[str, Array]) -> dict[str, Array]:

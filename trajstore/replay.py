@@ -255,12 +255,12 @@ class ReplayBuffer:
                     self._writer.wait(self._writer.publish_view())
                 if not start.is_back:
                     world.gather("ready", True)
+            if start.plan is not None:
+                _log.info("rank %d of %d:\n%s", world.rank, world.size, start.plan.report)
+            self._saver.start()
         except BaseException:
-            self._writer.discard()
+            self._end_threads()
             raise
-        if start.plan is not None:
-            _log.info("rank %d of %d:\n%s", world.rank, world.size, start.plan.report)
-        self._saver.start()
 
     def _connect(self, checkpoint: Checkpoint | None, state: Mapping[str, Any] | None) -> None:
         options = self.options
@@ -297,7 +297,7 @@ class ReplayBuffer:
             SavingOptions(options.attend_s, options.checkpoint_seconds, options.keep_checkpoints),
         )
         self._source.published = self._retain
-        if checkpoint is not None:
+        if (checkpoint is not None or self._start.is_back) and self._store.schema is not None:
             self._writer.publish_view()  # what this session wants of older streams counts from now on
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -942,9 +942,16 @@ class ReplayBuffer:
             self._limiter.close()
         self._unhook()
         self._saver.cancel()
-        for end in (self._saver.close, self._sweeper.close, self._writer.discard, self._world.leave):
-            _failure_of(end)
+        self._end_threads()
+        _failure_of(self._world.leave)
         self._writer._release()
+
+    def _end_threads(self) -> None:
+        """As far as there are any, whatever they are about."""
+        for name in ("_saver", "_sweeper"):
+            if part := getattr(self, name, None):
+                _failure_of(part.close)
+        _failure_of(self._writer.discard)
 
     def __enter__(self) -> ReplayBuffer:
         return self

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.checkpoint_record import Checkpoint, parse
-from trajstore.checkpoints import find, read_state
+from trajstore.checkpoints import find, parts_of, place_of, read_state
 from trajstore.chunks import ArrayLayout
 from trajstore.errors import (
     CheckpointNotFoundError,
@@ -56,7 +56,7 @@ _STATE_BYTES = 256 << 20  # states up to here are also decoded as a whole
 _MAX_LISTED = 20  # of one kind in one stream; the others are counted
 _SUM_TOLERANCE = 1e-9  # of the sum of magnitudes: other writers may add in another order
 _SPANS = ("spans/ints", "spans/floats")
-_TOP = frozenset({"zarr.json", "schema", "streams", "checkpoints", "scratch"})
+_TOP = frozenset({"zarr.json", "schema", "streams", "checkpoints", "scratch", "worlds"})
 _GROUP_KEYS = frozenset({"zarr_format", "node_type", "attributes", "consolidated_metadata"})
 _NO_RECORD = "missing, so nothing of the stream can be read"
 _CHUNK = re.compile(r"c\.(0|[1-9]\d{0,17})(\.0)*")
@@ -405,14 +405,22 @@ class _Verification:
         return dict(sorted(records.items(), key=_by_creation))
 
     def _check_checkpoint(self, checkpoint: Checkpoint) -> None:
-        key, where = f"checkpoints/{checkpoint.id}", f"checkpoint '{checkpoint.id}'"
+        for rank in parts_of(checkpoint):
+            self._check_part(checkpoint, rank)
+
+    def _check_part(self, checkpoint: Checkpoint, rank: int | None) -> None:
+        key, where = place_of(checkpoint.id, rank), f"checkpoint '{checkpoint.id}'"
+        where += "" if rank is None else f", part of rank {rank}"
         try:
             _, _, nodes = parse(self._storage.get(f"{key}/zarr.json"), checkpoint.id, self._storage.display)
             faults = self._state_faults(key, where, nodes)
             if not faults and not self._fast and _state_bytes(nodes) <= _STATE_BYTES:
-                read_state(self._storage, checkpoint)
+                read_state(self._storage, checkpoint, rank)
         except (FileNotFoundError, CheckpointNotFoundError):
-            self._note(where, "was removed while it was looked at")
+            if rank is not None and not isinstance(self._read_checkpoint(checkpoint.id), str):
+                self._problem(where, "is missing")
+            else:
+                self._note(where, "was removed while it was looked at")
         except (FormatError, CorruptionError) as error:
             self._problem(where, _reason(error, f"{self._storage.display}/{key}"))
         else:

@@ -21,7 +21,7 @@ from trajstore.board import (
     read_member,
     world_key,
 )
-from trajstore.errors import ClosedError, FormatError, RankError, RankTimeoutError
+from trajstore.errors import ClosedError, FormatError, RankError, RankTimeoutError, StorageError
 from trajstore.record import FORMAT, GROUP, dump_json, is_stream_id, load_json, new_id, own_attributes
 from trajstore.storage import ABSENT, Storage
 
@@ -180,7 +180,7 @@ def join(
     there = torch_ranks() if through != "store" else None
     if through == "torch" and there != (rank, size):
         raise ValueError(f"through='torch': torch.distributed has (rank, size) {there}, the buffer {(rank, size)}")
-    if size == 1:
+    if size == 1 and through != "store":
         return alone(rank)
     if there == (rank, size):
         return _join_by_torch(storage, rank, size, checkpoint, timeout_s)
@@ -224,18 +224,20 @@ def rejoin(
     raise RankError(f"{storage.display}: no world {which} that rank {rank} has been in, through the store")
 
 
-def put_world(storage: Storage, world: str, size: int, checkpoint: str | None) -> None:
+def put_world(storage: Storage, world: str, size: int, checkpoint: str | None, *, is_joined: bool = True) -> None:
     """Leave a place in the store for a world's notes, where others can find it."""
     own = {
         "format": FORMAT,
         "kind": "world",
         "size": size,
+        "joined": is_joined,
         "checkpoint": checkpoint,
         "created_at": time.time(),
     }
     put_group(storage, "worlds/zarr.json")
-    storage.put(world_key(world), dump_json(GROUP | {"attributes": {"trajstore": own}}), ABSENT)
-    _remove_old(storage)
+    storage.put(world_key(world), dump_json(GROUP | {"attributes": {"trajstore": own}}))
+    if is_joined:
+        _remove_old(storage)
 
 
 def put_group(storage: Storage, key: str) -> None:
@@ -288,10 +290,16 @@ class _Joining:
 
     def join(self) -> World:
         if self._rank == 0:
-            world = self._world(new_id("world"))
-            put_world(self._storage, world.id, self._size, self._checkpoint)
-            self._take(world.id)
-            return self._lead(world)
+            newest = next(iter(list_worlds(self._storage)), None)
+            world = self._world(new_id("world", after=newest))  # whatever the clock of an earlier launch said
+            put_world(self._storage, world.id, self._size, self._checkpoint, is_joined=False)
+            try:
+                self._take(world.id)
+                return self._lead(world)
+            except BaseException:
+                with contextlib.suppress(StorageError):
+                    self._storage.remove_tree(f"worlds/{world.id}")
+                raise
         until, pause, mine = time.monotonic() + self._timeout_s, _FIRST_POLL_S, ""
         while True:
             mine = self._newest(mine) or mine
@@ -328,6 +336,7 @@ class _Joining:
                 time.sleep(pause)
                 pause = min(2 * pause, world.board.poll_s)
         world.post("members", [members[rank] for rank in range(self._size)])
+        put_world(self._storage, world.id, self._size, self._checkpoint)
         return world
 
     def _absent(self, missing: list[int], world: str) -> str:
@@ -363,7 +372,10 @@ class _Joining:
 
     def _members(self, name: str) -> list[str] | None:
         leader = read_member(self._storage, name, 0)
-        return None if leader is None else leader["notes"].get("members")
+        members = None if leader is None else leader["notes"].get("members")
+        if members is not None and not (isinstance(members, list) and all(isinstance(m, str) for m in members)):
+            raise FormatError(f"{self._storage.display}/worlds/{name}: rank 0 has the members {members!r:.80}")
+        return members
 
     def _is_in(self, name: str) -> bool:
         members = self._members(name)
@@ -373,7 +385,11 @@ class _Joining:
 
     def _reason(self, mine: str) -> str:
         if mine and mine not in self._seen:
-            return f"not all of the {self._size} ranks joined '{mine}' within {self._timeout_s:g} s"
+            ranks = range(self._size)
+            found = self._storage.map(lambda rank: read_member(self._storage, mine, rank), ranks)
+            missing = [rank for rank, member in zip(ranks, found, strict=True) if member is None]
+            who = named(missing) if missing else "rank 0"
+            return f"{who} of {self._size} did not join '{mine}' within {self._timeout_s:g} s"
         newest = max(self._seen, default=None)
         why = f"; the newest world, '{newest}', {self._seen[newest]}" if newest is not None else ""
         return f"rank 0 of {self._size} did not begin within {self._timeout_s:g} s{why}"
