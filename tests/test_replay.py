@@ -1122,3 +1122,16 @@ def test_a_slow_storage_does_not_change_the_batches(memory: str) -> None:
         buffer.close()
     for a, b in zip(*runs, strict=True):
         assert_same(a, b)
+
+
+def test_a_checkpoint_holds_also_what_there_was_no_room_to_show_before_it_was_committed(memory: str) -> None:
+    # Many short episodes at once: each takes a page of live rows, of which there are not so many.
+    ends = np.ones((10, 1000), bool)
+    block = {"obs": np.zeros((10, 1000, 3), np.float32), "action": np.zeros((10, 1000), np.int64)}
+    block["reward"] = np.ones((10, 1000), np.float32)
+    with new_buffer(memory, buffer_bytes="4MiB", cache_bytes="32MiB", commit_seconds=None) as buffer:
+        buffer.extend(block, terminated=ends)
+        buffer.save_checkpoint("a", wait=True)
+        assert buffer.n_steps == 10_000
+    with resumed(memory) as again:
+        assert again.n_steps == again.n_episodes == 10_000

@@ -164,6 +164,10 @@ class Assembler:
         if self.published is not None:
             self.published()
 
+    def is_behind(self, staging: Staging | None) -> bool:
+        """Whether some of what was appended is not shown yet: it will be once a commit has made room."""
+        return self._live is not None and self._live.is_behind(staging)
+
     def evict(self, stream: Array, episode: Array, t: Array) -> None:
         """Show the steps of episodes below ``t`` no more (`GONE`: none of them); called after `publish`."""
         live = self.index.evict(stream, episode, t)

@@ -199,6 +199,12 @@ class LiveEpisodes:
                 self._cut_back()
         return [change for change in taken if change is not _FULL]
 
+    def is_behind(self, staging: Staging | None) -> bool:
+        """Whether something appended was not looked at, because there is no live row for it until a commit."""
+        with self._lock:
+            n, n_ends = (staging.n, staging.n_ends) if staging is not None else (self._n_taken, self._n_ends)
+            return bool(self._blocks) or n > self._n_taken or n_ends > self._n_ends
+
     def _take_staging(self, staging: Staging, taken: list[Change]) -> None:
         if staging.n == self._n_taken and staging.n_ends == self._n_ends:
             return

@@ -104,7 +104,7 @@ class _Merging:
         self._typical.append(float(steps["typical"]))
 
     def _add_arrivals(self, holder: int, retention: Mapping[str, Any]) -> None:
-        """Keep what arrived, of this rank's episodes: time, rows after, stream, episode, t, rows, holder."""
+        """Keep what arrived, of this rank's episodes: time, order, stream, episode, t, rows, holder."""
         numbers = self._numbers(retention["streams"])
         blocks = []
         for name, items in retention["queues"].items():
@@ -120,8 +120,6 @@ class _Merging:
             blocks.append(np.stack([time, order, numbers[pairs[0]], pairs[1], t, count]).astype(np.float64))
         if blocks:
             items = np.concatenate(blocks, 1)
-            items = items[:, np.argsort(items[1], kind="stable")]
-            items[1] = np.cumsum(items[5][::-1])[::-1]  # from here on: what came after, as between episodes
             rows = self._mine[self._held(holder)]
             finder = Finder(self._plan.stream[rows], self._plan.episode[rows])
             items = items[:, finder.find(items[2].astype(np.int64), items[3].astype(np.int64)) >= 0]
@@ -153,13 +151,13 @@ class _Merging:
         if isinstance(limits[0], Mapping):
             summed = {name: self._summed(name, limits) for name in ("steps", "episodes", "bytes")}
             return {**limits[0], **summed}
-        return None if limits[0] is None else self._share(sum(limits))
+        return None if limits[0] is None else max(1, self._share(sum(limits)))
 
     def _summed(self, name: str, limits: Sequence[Mapping[str, Any]]) -> int | None:
         values = [limit[name] for limit in limits]
         if any(value is None for value in values):
             return None
-        return self._share(sum(parse_bytes(value, name) if name == "bytes" else value for value in values))
+        return max(1, self._share(sum(parse_bytes(v, name) if name == "bytes" else v for v in values)))
 
     def _order(self) -> dict[str, Any]:
         plan, mine = self._plan, self._mine
@@ -214,7 +212,7 @@ class _Merging:
 
     def _retention(self) -> dict[str, Any]:
         arrived = np.concatenate([np.empty((7, 0)), *self._arrivals], 1)
-        arrived = arrived[:, np.lexsort((arrived[6], -arrived[1]))]
+        arrived = arrived[:, np.lexsort((arrived[1], arrived[6], arrived[0]))]
         order, time, stream = np.arange(arrived.shape[1]), arrived[0], arrived[2].astype(np.int64)
         items = np.stack([order, *arrived[3:6], time])
         parts = [state["retention"] for state in self._states]
@@ -231,6 +229,7 @@ class _Merging:
             "page_time": max(float(part["page_time"]) for part in parts),
             "order": len(order),
             "evicted": evicted,
+            "least": [self._size, len(self._mine)],  # what it was given is not over any limit
         }
 
     def _shared_counts(self, name: str) -> dict[str, int] | None:

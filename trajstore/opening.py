@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from trajstore.partitions import Partitions, Policy
 from trajstore.record import first_rows as record_marks
 from trajstore.redistribution import plan as plan_partitions
 from trajstore.redistribution import read_parts
-from trajstore.replay_options import ReplayOptions, from_json, settle_options, with_ranks
+from trajstore.replay_options import ReplayOptions, from_json, holding, settle_options, with_ranks
 from trajstore.rng import rank_seed
 from trajstore.snapshot import Snapshot
 from trajstore.storage import Storage
@@ -113,14 +113,6 @@ class Start:
         return lost
 
     @property
-    def least(self) -> dict[str, int]:
-        """What limits leave in any case: what this rank was given, of whatever others had."""
-        if self.plan is None:
-            return {}
-        counts = self.plan.report.ranks[self.world.rank]
-        return {"least_steps": counts["steps"], "least_episodes": counts["episodes"]}
-
-    @property
     def growing(self) -> frozenset[str]:
         """Streams of which more is shown than the state knows."""
         if self.world.size > 1 and self.options.share == "whole":
@@ -187,7 +179,12 @@ def _resumed(
     store: Store, found: Checkpoint, changes: Mapping[str, Any], how: How
 ) -> tuple[ReplayOptions, dict[str, Any], Partitions | None]:
     state, plan = _resumed_state(store, found, changes, how)
-    return settle_options(from_json(state["options"], changes), changes), state, plan
+    options = from_json(state["options"], changes)
+    if "capacity" in changes:
+        state["retention"].pop("least", None)  # a limit that is given anew holds at once
+    elif plan is not None:
+        options = replace(options, capacity=holding(options.capacity, options.sample))
+    return settle_options(options, changes), state, plan
 
 
 def _resumed_state(

@@ -210,6 +210,8 @@ class ReplayBuffer:
         self._changed = threading.Condition()
         self._idle = threading.Event()  # no batch is being made
         self._idle.set()
+        self._appendable = threading.Event()  # no cut waits for room
+        self._appendable.set()
         self._sampler = 0  # the thread that sampled last
         self._waiting = 0  # threads that want to know of appends
         self._n_sampled = self._n_redrawn = self._n_unpublished = self._n_told = 0
@@ -278,7 +280,7 @@ class ReplayBuffer:
             streams=state["order"]["streams"] if state else (),
         )
         self._source = self._reader._source
-        self._retainer = Retainer(self._source, Retention.of(options.capacity), **self._start.least)
+        self._retainer = Retainer(self._source, Retention.of(options.capacity))
         if state is not None:
             self._restore(state)
         self._retainer.follow(shown)
@@ -393,6 +395,7 @@ class ReplayBuffer:
         self._check()
         if self._limiter is not None:
             self._limiter.await_insert(n)
+        self._appendable.wait()
         if not self._idle.is_set():
             # Give way to a batch once: two threads that run Python all the time would each wait for the other.
             self._idle.wait(_YIELD_S)
@@ -831,8 +834,20 @@ class ReplayBuffer:
 
     def _take_cut(self, name: str, keep_last: int | None) -> Taken:
         """What a checkpoint of this moment holds."""
-        with self._source.lock, self._writer.staged(blocking=True):
+        try:
+            while (taken := self._try_cut(name, keep_last)) is None:
+                self._appendable.clear()  # else others might append for ever what there is no room for
+                self._writer.commit()
+            return taken
+        finally:
+            self._appendable.set()
+
+    def _try_cut(self, name: str, keep_last: int | None) -> Taken | None:
+        """The same; None if some of what was appended can't be shown before it is committed."""
+        with self._source.lock, self._writer.staged(blocking=True) as staging:
             self._source.publish()
+            if self._source.is_behind(staging):
+                return None
             wanted = first_rows(self._source)
             record: Future[tuple[CommitRecord | None, Mapping[str, Any]]] = Future()
             cuts, state = self._cuts(wanted), self._state()

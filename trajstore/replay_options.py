@@ -105,11 +105,24 @@ def _check_saving(options: ReplayOptions) -> None:
         check_positive("keep_checkpoints", options.keep_checkpoints)
 
 
+def _needed(windows: Windows) -> int:
+    """The steps of an episode that has a window."""
+    outside = (windows.burn_in + windows.bootstrap) * windows.stride if windows.strict_context else 0
+    return 1 + outside + (windows.reach if windows.boundary in ("strict", "cross") else 0)
+
+
+def holding(capacity: int | Retention | None, windows: Windows) -> int | Retention | None:
+    """A limit that is not too low for a window."""
+    limits, needed = Retention.of(capacity), _needed(windows)
+    if limits.steps is None or limits.steps - limits.steps // PART >= needed:
+        return capacity
+    steps = needed + needed // (PART - 1) + 1
+    return steps if isinstance(capacity, int) else replace(limits, steps=steps)
+
+
 def _check_capacity(options: ReplayOptions) -> None:
     """Refuse a capacity that no window would ever fit."""
-    windows, retention = options.sample, Retention.of(options.capacity)
-    outside = (windows.burn_in + windows.bootstrap) * windows.stride if windows.strict_context else 0
-    needed = 1 + outside + (windows.reach if windows.boundary in ("strict", "cross") else 0)
+    retention, needed = Retention.of(options.capacity), _needed(options.sample)
     for limits in (retention, retention.per_stream or Retention()):
         if limits.steps is not None and limits.steps - limits.steps // PART < needed:
             raise ValueError(f"capacity: expected at least the {needed} steps of a window, got {limits.steps}")

@@ -108,11 +108,9 @@ class Retainer:
     rows that are on storage go later, once nothing before them is wanted (`first_rows`).
     """
 
-    def __init__(
-        self, source: Assembler, options: Retention, *, least_steps: int = 0, least_episodes: int = 0
-    ) -> None:
+    def __init__(self, source: Assembler, options: Retention) -> None:
         self.options = options
-        self._least_steps, self._least_episodes = least_steps, least_episodes  # that a limit leaves in any case
+        self._least_steps = self._least_episodes = 0  # that a limit leaves in any case
         self._source = source
         self._queues: dict[int, _Queue] = {}  # by stream number
         self._n_arrived: dict[int, ByEpisode] = {}  # by stream: rows of its episodes that pages were turned with
@@ -330,7 +328,7 @@ class Retainer:
         for number, queue in self._queues.items():
             while len(queue):
                 items = queue.items(_AT_ONCE)
-                old = int(np.searchsorted(items[4], time))
+                old = int(np.searchsorted(np.maximum.accumulate(items[4]), time))  # clocks of ranks may differ
                 if not old:
                     break
                 episode, t, n = (items[i, :old].astype(np.int64) for i in (1, 2, 3))
@@ -351,6 +349,7 @@ class Retainer:
             "page_time": self._page_time,
             "order": self._order,
             "evicted": {cause: dict(counts) for cause, counts in self.evicted.items()},
+            "least": [self._least_steps, self._least_episodes],
         }
 
     def _arrived(self, stream: int, episode: int) -> int:
@@ -364,6 +363,7 @@ class Retainer:
         """
         number = np.array([self._source.index.numbers.get(name, -1) for name in state["streams"]], np.int64)
         self.evicted |= {cause: dict(counts) for cause, counts in state["evicted"].items()}
+        self._least_steps, self._least_episodes = map(int, state.get("least", (0, 0)))
         if not self.options.is_limited:
             return
         if not state["is_limited"]:
