@@ -23,9 +23,10 @@ from trajstore.errors import (
 from trajstore.record import FORMAT, GROUP, dump_json, is_stream_id, load_json, new_id, own_attributes
 from trajstore.storage import Storage, open_storage
 from trajstore.store import Url, check_root
-from trajstore.world import World, list_worlds, put_world, read_world
+from trajstore.world import World, list_worlds, named, put_world, read_world
 
 _log = logging.getLogger(__name__)
+_LOOK_S = 1.0  # so often somebody who waits looks whether others are there still
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class Attendant:
     def ask(self, name: str) -> int:
         """Ask all ranks for a checkpoint; returns the number of this request, for `wait`."""
         checkpoints.new_checkpoint_id(name)  # refuses what is no name
+        self._check_left()
         with self._condition:
             self._n_asked += 1
             n, self._name = self._n_asked, name
@@ -117,7 +119,7 @@ class Attendant:
         with self._condition:
             self._n_waiting += 1
             try:
-                self._condition.wait_for(lambda: answer() or self._is_over, timeout_s)
+                self._await(lambda: bool(answer() or self._is_over), timeout_s)
             finally:
                 self._n_waiting -= 1
             found = answer()
@@ -128,6 +130,17 @@ class Attendant:
         if failure is not None:
             raise failure
         return asked.id
+
+    def _await(self, is_done: Callable[[], bool], timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while not is_done() and time.monotonic() < until:
+            self._condition.wait(min(_LOOK_S, max(0.0, until - time.monotonic())))
+            if not is_done():
+                self._check_left()
+
+    def _check_left(self) -> None:
+        if left := self._world.left():
+            raise RankError(f"{named(left)} closed the buffer, so no checkpoint of all ranks can be taken")
 
     def raise_pending(self) -> None:
         """Raise what a checkpoint failed with that nobody waited for, or what ended the thread; once."""

@@ -26,6 +26,9 @@ class Board(Protocol):
     def post(self, key: str, note: Any) -> None:
         """Leave a note, or take it away (None); others see it when this returns."""
 
+    def post_all(self, notes: Mapping[str, Any]) -> None:
+        """Leave several at once."""
+
     def read(self, ranks: Iterable[int], key: str) -> dict[int, Any]:
         """The notes of some ranks, as far as there are any."""
 
@@ -39,7 +42,10 @@ class LocalBoard:
         self._notes: dict[str, Any] = {}
 
     def post(self, key: str, note: Any) -> None:
-        self._notes[key] = note
+        self.post_all({key: note})
+
+    def post_all(self, notes: Mapping[str, Any]) -> None:
+        self._notes |= notes
 
     def read(self, ranks: Iterable[int], key: str) -> dict[int, Any]:
         note = self._notes.get(key)
@@ -61,10 +67,13 @@ class StorageBoard:
         self._notes: dict[str, Any] = dict(notes or {})
 
     def post(self, key: str, note: Any) -> None:
+        self.post_all({key: note})
+
+    def post_all(self, notes: Mapping[str, Any]) -> None:
         with self._lock:
-            notes = {name: value for name, value in {**self._notes, key: note}.items() if value is not None}
-            self._storage.put(member_key(self._world, self._rank), member_bytes(self._nonce, notes))
-            self._notes = notes
+            all_ = {name: value for name, value in {**self._notes, **notes}.items() if value is not None}
+            self._storage.put(member_key(self._world, self._rank), member_bytes(self._nonce, all_))
+            self._notes = all_
 
     def read(self, ranks: Iterable[int], key: str) -> dict[int, Any]:
         wanted = list(ranks)
@@ -114,6 +123,10 @@ class TorchBoard:
     def __init__(self, store: Any, rank: int) -> None:
         self._store = store
         self._rank = rank
+
+    def post_all(self, notes: Mapping[str, Any]) -> None:
+        for key, note in notes.items():
+            self.post(key, note)
 
     def post(self, key: str, note: Any) -> None:
         if note is None:

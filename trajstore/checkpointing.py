@@ -6,14 +6,21 @@ import contextlib
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trajstore import checkpoints
 from trajstore.checkpoints import Checkpoint, Cut
-from trajstore.errors import CheckpointNotFoundError, ClosedError, RankError, StorageError
+from trajstore.errors import (
+    CheckpointNotFoundError,
+    ClosedError,
+    FormatError,
+    RankError,
+    RankTimeoutError,
+    StorageError,
+)
 from trajstore.record import CommitRecord, derived_id
 from trajstore.storage import Storage
 from trajstore.world import World
@@ -35,6 +42,7 @@ class Taken:
     ]  # of the writer's own stream, and what goes with it
     ticket: int  # of the commit that the record is of
     keep_last: int | None
+    lane: str = ""  # checkpoints of one lane are taken one after the other
 
     @property
     def held(self) -> dict[str, int]:
@@ -48,11 +56,22 @@ class Lineage:
 
     newest: str | None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    doubtful: str | None = None  # one whose saving failed: it may have been published all the same
+
+    def next_parent(self, storage: Storage, checkpoint_id: str) -> str | None:
+        """The parent of the next one, which is doubtful from now on; called with the lock held."""
+        if self.doubtful is not None and self.doubtful != checkpoint_id and is_published(storage, self.doubtful):
+            self.newest = self.doubtful
+        self.doubtful = checkpoint_id
+        return self.newest
+
+    def add(self, checkpoint_id: str) -> None:
+        self.newest, self.doubtful = checkpoint_id, None
 
 
-def collective_id(world: str, name: str, n: int) -> str:
-    """The id of a world's n-th checkpoint of a name: all ranks know it without asking each other."""
-    digest = hashlib.blake2b(f"{world}/{name}/{n}".encode(), digest_size=10).digest()
+def collective_id(world: str, name: str, after: str) -> str:
+    """The id of a world's checkpoint of a name after another one: all ranks know it without asking each other."""
+    digest = hashlib.blake2b(f"{world}/{name}/{after}".encode(), digest_size=10).digest()
     return derived_id(name, world, digest)
 
 
@@ -122,11 +141,12 @@ class Checkpointer:
             return
         streams, state = _content(taken)
         with self._lineage.lock:
+            parent = self._lineage.next_parent(self._storage, checkpoint_id)
             checkpoint = checkpoints.new_checkpoint(
-                checkpoint_id, taken.name, parent=self._lineage.newest, world=self._world.id, streams=streams
+                checkpoint_id, taken.name, parent=parent, world=self._world.id, streams=streams
             )
             checkpoints.save(self._storage, checkpoint, state, check=lambda: self._check(_firsts(streams)))
-            self._lineage.newest = checkpoint_id
+            self._lineage.add(checkpoint_id)
         if taken.keep_last is not None:
             prune(self._storage, checkpoint_id, taken.keep_last)
 
@@ -149,10 +169,24 @@ class Checkpointer:
         """
         taken, last = self._taken, self._last
         if taken is not None:
-            self._commit(taken.ticket)  # raises if the storage fails still: then the checkpoint goes on waiting
+            try:
+                self._commit(taken.ticket)
+            except BaseException as failure:  # the storage fails still
+                if self._world.size == 1:
+                    raise  # the checkpoint goes on waiting
+                self._give_up(taken, failure)
+                raise
         if last is not None:
             last.result()
         self.raise_pending()
+
+    def _give_up(self, taken: Taken, failure: BaseException) -> None:
+        """Let the other ranks know that this one can't; whoever is told of it here need not be told again."""
+        with contextlib.suppress(InvalidStateError):
+            taken.record.set_exception(failure)
+        if self._last is not None:
+            self._last.result()
+        self.take_failure()
 
     def cancel(self) -> None:
         """Give up a checkpoint that waits for its commit."""
@@ -194,96 +228,144 @@ def _firsts(streams: Mapping[str, Cut]) -> dict[str, int]:
 
 
 class _Together:
-    """One checkpoint that all ranks take: first every rank's part, then, if all are durable, the whole."""
+    """One checkpoint that all ranks take: first every rank's part, then, if all are durable, the whole.
+
+    Rank 0 decides. It tells first that it has begun, then looks at what the others say; another rank that gives up
+    takes back what it said first, then looks whether rank 0 has begun. So a part is never changed that may be published.
+    """
 
     def __init__(self, storage: Storage, world: World, lineage: Lineage, old_notes: list[str]) -> None:
         self._storage = storage
         self._world = world
         self._lineage = lineage
-        self._old_notes = old_notes  # of the checkpoint before: by now all have read them
+        self._old_notes = old_notes  # of checkpoints before, which nobody needs any more when this one is taken
 
     def save(self, checkpoint_id: str, taken: Taken, put_part: Callable[[], Mapping[str, Cut]]) -> None:
-        own: Mapping[str, Cut] = {}
+        if self._world.is_leader:
+            self._world.post(f"begun/{taken.lane}", checkpoint_id)
+        own = self._put(checkpoint_id, taken, put_part)
         try:
-            own = put_part()
-            note: dict[str, Any] = {"name": taken.name, "streams": {s: _cut_note(cut) for s, cut in own.items()}}
-        except BaseException as failure:
-            with contextlib.suppress(RankError, StorageError):
-                self._say(checkpoint_id, {"failed": f"rank {self._world.rank}: {failure}"})
+            outcome = self._outcome_of(checkpoint_id, taken, own)
+        except BaseException:
+            if self._world.is_leader:
+                self._withdraw(checkpoint_id)
             raise
-        self._say(checkpoint_id, note)
-        outcome = self._outcome(checkpoint_id, taken, own)
         if "failed" in outcome:
+            self._withdraw(checkpoint_id)  # it will never be published, so nobody needs what is left
             raise RankError(
                 f"checkpoint '{checkpoint_id}' is not published, the one before stands: {outcome['failed']}"
             )
-        self._lineage.newest = checkpoint_id
+        self._lineage.add(checkpoint_id)
+        if self._world.is_leader and taken.keep_last is not None:
+            prune(self._storage, checkpoint_id, taken.keep_last)
 
-    def _say(self, checkpoint_id: str, note: Mapping[str, Any]) -> None:
-        for key in self._old_notes:
-            self._world.post(key, None)
-        self._old_notes[:] = [f"part/{checkpoint_id}"]
-        self._world.post(f"part/{checkpoint_id}", note)
-        if self._world.is_leader and "failed" in note:
-            self._conclude(checkpoint_id, dict(note))
+    def _outcome_of(self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut]) -> dict[str, Any]:
+        if self._world.is_leader:
+            return self._decided(checkpoint_id, taken, own)
+        return self._heard(checkpoint_id, taken)
 
-    def _outcome(self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut]) -> dict[str, Any]:
-        if not self._world.is_leader:
-            return self._heard(checkpoint_id)
+    def _withdraw(self, checkpoint_id: str) -> None:
+        with contextlib.suppress(StorageError):  # it is incomplete, so nobody sees what is left
+            checkpoints.withdraw(self._storage, checkpoint_id)
+
+    def _put(
+        self, checkpoint_id: str, taken: Taken, put_part: Callable[[], Mapping[str, Cut]]
+    ) -> Mapping[str, Cut]:
+        """Make this rank's part durable and say so, or say why not."""
+        key = f"part/{checkpoint_id}"
+        try:
+            own = put_part()
+        except BaseException as failure:
+            with contextlib.suppress(RankError, StorageError):
+                self._world.post(key, {"failed": f"rank {self._world.rank}: {failure}"})
+                self._old_notes.append(key)
+                if self._world.is_leader:
+                    self._conclude(checkpoint_id, taken, {"failed": f"rank 0: {failure}"})
+                    self._withdraw(checkpoint_id)
+            raise
+        dropped = [] if self._world.is_leader else self._old_notes
+        note = {"name": taken.name, "streams": {stream: _cut_note(cut) for stream, cut in own.items()}}
+        self._world.board.post_all({**dict.fromkeys(dropped), key: note})
+        self._old_notes[:] = [*(self._old_notes if self._world.is_leader else ()), key]
+        return own
+
+    def _decided(self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut]) -> dict[str, Any]:
         try:
             notes = self._world.await_notes(f"part/{checkpoint_id}", range(self._world.size), "its part of it")
-            failed = [note["failed"] for note in notes if "failed" in note]
-            outcome = {"failed": "; ".join(failed)} if failed else self._published(checkpoint_id, taken, own, notes)
+            failed = [str(note["failed"]) for note in notes if "failed" in note]
+            if not failed:
+                self._publish_surely(checkpoint_id, taken, own, notes)
         except BaseException as failure:
-            self._conclude(checkpoint_id, {"failed": str(failure)})
+            self._conclude(checkpoint_id, taken, {"failed": str(failure)})
             raise
-        self._conclude(checkpoint_id, outcome)
+        outcome: dict[str, Any] = {"failed": "; ".join(failed)} if failed else {"published": checkpoint_id}
+        # Whoever has sent its part of this one has read of all before: their notes can go.
+        self._conclude(checkpoint_id, taken, outcome, self._old_notes[:-1])
         return outcome
 
-    def _published(
+    def _publish_surely(
         self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut], notes: list[Mapping[str, Any]]
-    ) -> dict[str, Any]:
+    ) -> None:
+        try:
+            self._publish(checkpoint_id, taken, own, notes)
+        except StorageError:
+            if not is_published(self._storage, checkpoint_id):  # only the answer was lost
+                raise
+
+    def _publish(
+        self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut], notes: list[Mapping[str, Any]]
+    ) -> None:
         streams = dict(own)
         for note in notes:
             for stream, cut in note["streams"].items():
                 streams[stream] = _joined(streams.get(stream), _cut_of(cut))
         with self._lineage.lock:
-            parent = self._lineage.newest
             whole = checkpoints.new_checkpoint(
                 checkpoint_id,
                 taken.name,
-                parent=parent,
+                parent=self._lineage.next_parent(self._storage, checkpoint_id),
                 world=self._world.id,
                 streams=streams,
                 n_ranks=self._world.size,
             )
             checkpoints.publish(self._storage, whole)
-            self._lineage.newest = checkpoint_id
-        if taken.keep_last is not None:
-            prune(self._storage, checkpoint_id, taken.keep_last)
-        return {"published": checkpoint_id}
+            self._lineage.add(checkpoint_id)
 
-    def _conclude(self, checkpoint_id: str, outcome: dict[str, Any]) -> None:
-        self._old_notes.append(f"outcome/{checkpoint_id}")
-        with contextlib.suppress(RankError, StorageError):  # they look for themselves then
-            self._world.post(f"outcome/{checkpoint_id}", outcome)
-        if "failed" in outcome:
-            with contextlib.suppress(StorageError):  # it is incomplete, so nobody sees what is left
-                checkpoints.remove(self._storage, checkpoint_id)
+    def _conclude(
+        self, checkpoint_id: str, taken: Taken, outcome: dict[str, Any], dropped: Sequence[str] = ()
+    ) -> None:
+        key = f"outcome/{checkpoint_id}"
+        news = {key: outcome, f"concluded/{taken.lane}": checkpoint_id}
+        with contextlib.suppress(RankError, StorageError):  # the others look for themselves then
+            self._world.board.post_all({**dict.fromkeys(dropped), **news})
+        self._old_notes[:] = [key for key in self._old_notes if key not in dropped] + [key]
 
-    def _heard(self, checkpoint_id: str) -> dict[str, Any]:
-        # The leader itself waits for others, and then has to publish: twice as long is never too short.
-        patient = replace(self._world, timeout_s=2 * self._world.timeout_s)
+    def _heard(self, checkpoint_id: str, taken: Taken) -> dict[str, Any]:
+        """What rank 0 has decided."""
         try:
-            outcome: dict[str, Any] = patient.await_notes(f"outcome/{checkpoint_id}", [0], "its outcome")[0]
-        except (RankError, StorageError):
-            if not _is_there(self._storage, checkpoint_id):  # it may have died just after it published
-                raise
-            return {"published": checkpoint_id}
+            return self._outcome(checkpoint_id)
+        except (RankError, StorageError) as failure:
+            with contextlib.suppress(RankError, StorageError):
+                self._world.post(f"part/{checkpoint_id}", {"failed": f"rank {self._world.rank} gave up waiting"})
+                if self._world.read(f"begun/{taken.lane}") == checkpoint_id and not _has_left(failure):
+                    return self._outcome(checkpoint_id)  # it waits for others as long
+            if is_published(self._storage, checkpoint_id):  # it may have died just after that
+                return {"published": checkpoint_id}
+            raise
+
+    def _outcome(self, checkpoint_id: str) -> dict[str, Any]:
+        outcome = self._world.await_notes(f"outcome/{checkpoint_id}", [0], "its outcome")[0]
+        if not isinstance(outcome, dict):
+            raise FormatError(f"rank 0 says of checkpoint '{checkpoint_id}': {outcome!r:.80}")
         return outcome
 
 
-def _is_there(storage: Storage, checkpoint_id: str) -> bool:
+def _has_left(failure: Exception) -> bool:
+    return isinstance(failure, RankError) and not isinstance(failure, RankTimeoutError)
+
+
+def is_published(storage: Storage, checkpoint_id: str) -> bool:
+    """Whether a checkpoint is there, whole."""
     try:
         return checkpoints.find(storage, checkpoint_id).id == checkpoint_id
     except CheckpointNotFoundError:

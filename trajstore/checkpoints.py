@@ -55,6 +55,7 @@ __all__ = [
     "save",
     "save_part",
     "stored_objects",
+    "withdraw",
 ]
 
 PENDING_S = 3600.0  # so long an incomplete checkpoint is taken for one that is being put
@@ -144,8 +145,9 @@ def publish(storage: Storage, whole: Checkpoint) -> Checkpoint:
     Raises:
         ConflictError: Somebody has removed it meanwhile, or there is another of this id.
     """
-    whole = replace(whole, is_complete=True, pinned_at=None, ancestors=_ancestors(storage, whole))
-    found = _read(storage, whole.id)
+    reads: list[Callable[[], Any]] = [lambda: _ancestors(storage, whole), lambda: _read(storage, whole.id)]
+    ancestors, found = storage.map(lambda read: read(), reads)
+    whole = replace(whole, is_complete=True, pinned_at=None, ancestors=ancestors)
     if found is None or found.is_complete or found.world != whole.world:
         raise ConflictError(
             f"{storage.display}: checkpoint '{whole.id}' was removed, or saved by others; save it again"
@@ -238,10 +240,15 @@ class _Saving:
             found = self.storage.get(self.key)
         if found == self.whole:
             return None
-        if self._is_complete(found):
+        if self._is_complete(found) and self._is_whole():
             raise ConflictError(f"{self._name()} exists already")
         _remove(self.storage, self.checkpoint.id, self.place)  # what a try before has left
         return self.storage.put(self.key, self.pin, ABSENT)
+
+    def _is_whole(self) -> bool:
+        """Whether readers see what is there: a part that belongs to nothing yet is its rank's own."""
+        found = _read(self.storage, self.checkpoint.id)
+        return found is not None and found.is_complete
 
     def _put_arrays(self) -> None:
         # A group before what is in it, an array before its chunks: none is ever there without its zarr.json.
@@ -285,6 +292,13 @@ def remove(storage: Storage, checkpoint_id: str) -> None:
     _remove(storage, checkpoint_id, place_of(checkpoint_id))
 
 
+def withdraw(storage: Storage, checkpoint_id: str) -> None:
+    """Remove what there is of a checkpoint that will not be published; one that was stays."""
+    found = _read(storage, checkpoint_id)
+    if found is None or not found.is_complete:
+        remove(storage, checkpoint_id)
+
+
 def _remove(storage: Storage, checkpoint_id: str, prefix: str) -> None:
     key = f"{prefix}/zarr.json"
     data = _get(storage, key)
@@ -297,14 +311,15 @@ def _remove(storage: Storage, checkpoint_id: str, prefix: str) -> None:
 
 def _marked(storage: Storage, checkpoint_id: str, data: bytes) -> bytes:
     """The record of a checkpoint that is being removed: incomplete, old, and of no streams."""
-    nodes: dict[str, Any] | None
+    n_ranks: int | None = None
     try:
         known, _, nodes = parse(data, checkpoint_id, storage.display)
-        nodes = nodes if known.n_ranks is None else None
+        n_ranks = known.n_ranks
     except FormatError:
         nodes = {}  # damaged; to remove it is what one would do
-    marked = Checkpoint(checkpoint_id, checkpoint_id.rpartition("-")[0], time.time(), pinned_at=0.0)
-    return to_bytes(marked, {"arrays": 0}, nodes)
+    name = checkpoint_id.rpartition("-")[0]
+    marked = Checkpoint(checkpoint_id, name, time.time(), pinned_at=0.0, n_ranks=n_ranks)
+    return to_bytes(marked, {"arrays": 0}, nodes if n_ranks is None else None)
 
 
 def remove_incomplete(storage: Storage, *, pending_s: float = PENDING_S) -> list[str]:
@@ -314,10 +329,19 @@ def remove_incomplete(storage: Storage, *, pending_s: float = PENDING_S) -> list
         storage: Where the store is.
         pending_s: Those begun less than so many seconds ago are left alone: somebody may be saving them.
     """
-    stale = [c.id for c in _read_all(storage) if not c.is_complete and not _is_pending(c, pending_s)]
+    found = {c.id: c for c in _read_all(storage)}
+    stale = [c.id for c in found.values() if not c.is_complete and not _is_pending(c, pending_s)]
+    lost = [name for name in storage.list_names("checkpoints") if is_stream_id(name) and name not in found]
+    stale += [name for name in lost if not _has_young_parts(storage, name, pending_s)]
     for id_ in stale:
         remove(storage, id_)
     return stale
+
+
+def _has_young_parts(storage: Storage, checkpoint_id: str, pending_s: float) -> bool:
+    """Whether parts of a checkpoint that has no record were begun not long ago."""
+    parts = _parts_there(storage, checkpoint_id)
+    return any(time.time() - part.created_at < pending_s for part in parts)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -379,11 +403,13 @@ def pins(storage: Storage, *, pending_s: float = PENDING_S) -> dict[str, int]:
 
 def _begun_parts(storage: Storage, checkpoint: Checkpoint) -> list[Checkpoint]:
     """The parts that there are of a checkpoint that ranks are saving: until it is whole, each pins its own rows."""
-    if checkpoint.is_complete or checkpoint.n_ranks is None:
-        return []
-    names = [name for name in storage.list_names(f"{place_of(checkpoint.id)}/ranks") if name.isdecimal()]
-    found = storage.map(lambda name: _get(storage, f"{place_of(checkpoint.id, int(name))}/zarr.json"), names)
-    return [parse(data, checkpoint.id, storage.display)[0] for data in found if data is not None]
+    return [] if checkpoint.is_complete or checkpoint.n_ranks is None else _parts_there(storage, checkpoint.id)
+
+
+def _parts_there(storage: Storage, checkpoint_id: str) -> list[Checkpoint]:
+    names = [name for name in storage.list_names(f"{place_of(checkpoint_id)}/ranks") if name.isdecimal()]
+    found = storage.map(lambda name: _get(storage, f"{place_of(checkpoint_id, int(name))}/zarr.json"), names)
+    return [parse(data, checkpoint_id, storage.display)[0] for data in found if data is not None]
 
 
 def read_state(

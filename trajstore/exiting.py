@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 class ExitHooks:
-    """Calls ``save`` before the process ends by a signal or an uncaught exception; then it ends as it would have.
+    """Has ``save`` called before a signal or an uncaught exception ends the process; then it ends as it would have.
 
     A signal is handled on a thread: the main one may be in the middle of a change, or wait for a dead peer. Made
     in the main thread. What ``save`` raises is logged: the process ends all the same.
@@ -31,56 +31,9 @@ class ExitHooks:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("checkpoint_on_exit: signal handlers can be set in the main thread only")
         self._save = save
-        self._before: dict[int, Any] = {}
-        self._hook: Any = None
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._owns_wakeup = self._is_saved = False
+        self.signals = frozenset(signals)
         self.handles_exceptions = exceptions
-        for number in signals:
-            self._before[number] = signal.signal(number, self._handle)
-        if self._before:
-            threading.Thread(target=self._loop, name="trajstore-exit", daemon=True).start()
-            self._wake_by_signal()
-        if exceptions:
-            self._hook, sys.excepthook = sys.excepthook, self._raised
-
-    def _wake_by_signal(self) -> None:
-        """Hear of signals even while the main thread is in a call that runs no Python, if nobody else does so."""
-        other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._owns_wakeup = other == -1
-        if not self._owns_wakeup:
-            signal.set_wakeup_fd(other)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._is_saved and callable(self._before.get(number)):
-            self._before[number](number, frame)
-        elif not self._owns_wakeup:
-            os.write(self._write, bytes([number]))
-
-    def _loop(self) -> None:
-        while data := os.read(self._read, 1):
-            number = data[0]
-            if not number:
-                return
-            if number in self._before and not self._is_saved:
-                self.save(f"signal {signal.Signals(number).name}")
-                self._is_saved = True
-                self._end_by(number)
-
-    def _end_by(self, number: int) -> None:
-        """Let the signal do what it would have done."""
-        if self._before[number] == signal.SIG_DFL:
-            # Python lets only the main thread change this, and that one may be stuck.
-            ctypes.CDLL(None).signal(number, None)
-        if self._before[number] != signal.SIG_IGN:
-            os.kill(os.getpid(), number)
-
-    def _raised(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, Exception):
-            self.save(f"{kind.__name__}")
-        if self._hook is not None:
-            self._hook(kind, error, trace)
+        _process.add(self)
 
     def save(self, why: str) -> None:
         """Try; what goes wrong is logged."""
@@ -90,14 +43,118 @@ class ExitHooks:
             _log.error("no checkpoint before the end (%s): %s", why, failure)
 
     def remove(self) -> None:
-        """Set everything back as it was."""
-        if self._hook is not None and sys.excepthook == self._raised:
-            sys.excepthook = self._hook
-        if threading.current_thread() is threading.main_thread():
-            for number, before in self._before.items():
-                if signal.getsignal(number) == self._handle:
-                    signal.signal(number, before)
+        """Set everything back as it was, unless others need it."""
+        _process.drop(self)
+
+
+class _Process:
+    """What a process has once: handlers of signals, and the hook for exceptions. Everybody is asked at the end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._hooks: list[ExitHooks] = []
+        self._before: dict[int, Any] = {}  # handlers that ours stand in front of
+        self._excepthook: Any = None
+        self._pipe: tuple[int, int] | None = None
+        self._owns_wakeup = False
+        self._saved: set[int] = set()
+
+    def add(self, hook: ExitHooks) -> None:
+        with self._lock:
+            self._hooks.append(hook)
+            if hook.signals and self._pipe is None:
+                self._listen()
+            for number in hook.signals - self._before.keys():
+                self._before[number] = signal.signal(number, self._handle)
+            if hook.handles_exceptions and self._excepthook is None:
+                self._excepthook, sys.excepthook = sys.excepthook, self._raised
+
+    def drop(self, hook: ExitHooks) -> None:
+        with self._lock:
+            self._hooks = [other for other in self._hooks if other is not hook]
+            if self._excepthook is not None and not any(other.handles_exceptions for other in self._hooks):
+                if sys.excepthook == self._raised:
+                    sys.excepthook = self._excepthook
+                self._excepthook = None
+            # Only the main thread can set handlers back; until it does, ours pass on what comes.
+            if threading.current_thread() is threading.main_thread():
+                self._restore()
+
+    def _restore(self) -> None:
+        wanted = {number for hook in self._hooks for number in hook.signals}
+        for number in list(self._before.keys() - wanted):
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, self._before[number])
+            del self._before[number]
+        if not self._before and self._pipe is not None:
             if self._owns_wakeup:
                 signal.set_wakeup_fd(-1)
-        self._before = {}
-        os.write(self._write, b"\0")
+            os.write(self._pipe[1], b"\0")
+            self._pipe, self._owns_wakeup = None, False
+
+    def _listen(self) -> None:
+        """Hear of signals even while the main thread is in a call that runs no Python, if nobody else does so."""
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        threading.Thread(target=self._loop, args=self._pipe, name="trajstore-exit", daemon=True).start()
+        other = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._owns_wakeup = other == -1
+        if not self._owns_wakeup:
+            signal.set_wakeup_fd(other)
+
+    def _wanting(self, number: int) -> list[ExitHooks]:
+        return [hook for hook in self._hooks if number in hook.signals]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Called in the main thread."""
+        if number in self._saved or not self._wanting(number):
+            self._pass_on(number, frame)
+        elif not self._owns_wakeup and self._pipe is not None:
+            os.write(self._pipe[1], bytes([number]))
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        before = self._before.get(number, signal.SIG_DFL)
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _loop(self, read: int, write: int) -> None:
+        while data := os.read(read, 1):
+            number = data[0]
+            if not number:
+                break
+            with self._lock:
+                hooks = self._wanting(number) if number not in self._saved else []
+            if hooks:
+                self._save_all(hooks, f"signal {signal.Signals(number).name}")
+                self._saved.add(number)
+                self._end_by(number)
+        os.close(read)
+        os.close(write)
+
+    def _save_all(self, hooks: Iterable[ExitHooks], why: str) -> None:
+        threads = [threading.Thread(target=hook.save, args=(why,), daemon=True) for hook in hooks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _end_by(self, number: int) -> None:
+        """Let the signal do what it would have done."""
+        before = self._before.get(number, signal.SIG_DFL)
+        if before == signal.SIG_DFL:
+            # Python lets only the main thread change this, and that one may be stuck.
+            ctypes.CDLL(None).signal(number, None)
+        if before != signal.SIG_IGN:
+            os.kill(os.getpid(), number)
+
+    def _raised(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before = self._excepthook or sys.__excepthook__
+        if issubclass(kind, Exception):
+            self._save_all([hook for hook in self._hooks if hook.handles_exceptions], kind.__name__)
+        before(kind, error, trace)
+
+
+_process = _Process()

@@ -61,6 +61,7 @@ class _Merging:
         self._start = np.cumsum(plan.length[self._mine]) - plan.length[self._mine]
         self._size = int(plan.length[self._mine].sum())
         self._columns: dict[str, Array] = {}
+        self._about: dict[str, Any] = {}  # columns that were added, of any rank
         self._arrivals: list[Array] = []
         self._states: list[dict[str, Any]] = []  # without what grows with the data
         self._newest = np.full(len(plan.streams), -1)
@@ -72,6 +73,7 @@ class _Merging:
         known = numbers >= 0
         np.maximum.at(self._newest, numbers[known], np.asarray(order["newest"])[: len(numbers)][known])
         steps = reader["priorities"].pop("steps") if "priorities" in reader else reader.pop("steps", None)
+        self._about |= {name: about for name, about in reader["columns"].items() if name not in self._about}
         if steps is not None:
             self._add_steps(holder, steps)
         self._add_arrivals(holder, state["retention"])
@@ -99,7 +101,8 @@ class _Merging:
         for name, values in steps["columns"].items():
             values = np.asarray(values)
             if name not in self._columns:
-                self._columns[name] = np.zeros((self._size, *values.shape[1:]), values.dtype)
+                fill = self._about[name]["fill"] if name in self._about else 0  # of ranks that did not keep it
+                self._columns[name] = np.full((self._size, *values.shape[1:]), fill, values.dtype)
             self._columns[name][target] = values[source]
         self._typical.append(float(steps["typical"]))
 
@@ -195,7 +198,7 @@ class _Merging:
         state = {
             "seed": rank_seed(seed, self._rank, self._world_size),
             "counter": max(int(reader["counter"]) for reader in readers),
-            "columns": first["columns"],
+            "columns": self._about,
         }
         if "priorities" not in first:
             return state | ({"steps": self._steps()} if self._columns else {})

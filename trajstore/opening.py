@@ -203,7 +203,8 @@ def _resumed_state(
     if was_whole and is_whole:
         return _shared_state(storage, found, rank, size), None
     cut = Snapshot.at(storage, store.schema, found)
-    policy = how.policy if how.policy is not None or (size == n_old and not was_whole) else "steps"
+    stays = size == n_old and not was_whole and not is_whole
+    policy = how.policy if how.policy is not None or stays else "steps"
     n_parts = 1 if is_whole else size
     plan = plan_partitions(cut, found, n_parts, policy=policy, incomplete=how.incomplete, n_envs=how.n_envs)
     part = 0 if is_whole else rank

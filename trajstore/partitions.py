@@ -234,6 +234,7 @@ def _counts(rank: Array, length: Array, chosen: Array, n: int) -> list[dict[str,
     return [{"episodes": int(e), "steps": int(s)} for e, s in zip(episodes, steps, strict=True)]
 
 
-def causes(end: Array, t: Array, begin: Array) -> dict[str, Array]:
+def causes(end: Array, t: Array, begin: Array | None = None) -> dict[str, Array]:
     """Why episodes are incomplete, as masks by cause; what begins where its steps do is not."""
-    return {"open": end == End.OPEN, "headless": (t > 0) & (t != begin), "cut": end == End.CUT}
+    is_headless = t > 0 if begin is None else (t > 0) & (t != begin)
+    return {"open": end == End.OPEN, "headless": is_headless, "cut": end == End.CUT}

@@ -257,6 +257,9 @@ class ReplayBuffer:
                     self._writer.wait(self._writer.publish_view())
                 if not start.is_back:
                     world.gather("ready", True)
+                if checkpoint is not None:
+                    with self._source.lock:
+                        self._tell_marks()  # from here on: of what this rank did not get, the others decide
             if start.plan is not None:
                 _log.info("rank %d of %d:\n%s", world.rank, world.size, start.plan.report)
             self._saver.start()
@@ -785,7 +788,10 @@ class ReplayBuffer:
         Returns:
             The checkpoint's id.
         """
-        self._check()
+        if self._world.size == 1:
+            self._check()
+        else:  # what failed before is raised when this rank has taken part: the others count on it
+            self._check_open()
         if keep_last is not None and not (isinstance(keep_last, int) and keep_last >= 1):
             raise ValueError(f"keep_last: expected a positive number or None, got {keep_last!r}")
         return self._saver.save(name, wait=wait, keep_last=keep_last)
@@ -830,7 +836,11 @@ class ReplayBuffer:
     def _save_last(self, why: str, timeout_s: float) -> None:
         if not self._is_closed and not self._is_closing:
             _log.warning("taking a last checkpoint: %s", why)
-            self._saver.ask("last", wait=True, timeout_s=timeout_s)
+            try:
+                self._saver.ask("last", wait=True, timeout_s=timeout_s)
+            except BaseException:
+                self._saver.cancel()  # nobody waits for it any longer
+                raise
 
     def _take_cut(self, name: str, keep_last: int | None) -> Taken:
         """What a checkpoint of this moment holds."""
@@ -998,10 +1008,13 @@ class ReplayBuffer:
         if self._pid != os.getpid():
             raise ClosedError(f"the buffer at {self.url} belongs to process {self._pid}; open one in this process")
 
-    def _check(self) -> None:
+    def _check_open(self) -> None:
         self._check_process()
         if self._is_closed:
             raise ClosedError(f"the buffer at {self.url} is closed")
+
+    def _check(self) -> None:
+        self._check_open()
         self._saver.raise_pending()
         self._sweeper.raise_pending()
         self._writer.raise_pending()

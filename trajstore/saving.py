@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trajstore import checkpoints
 from trajstore.attending import Attendant
@@ -14,7 +14,7 @@ from trajstore.world import World
 
 _POLL_S = 1.0
 _ASKED_S = 600.0
-_NAMES = 256  # of checkpoints whose number is kept
+_CALLED, _ASKED = "called", "asked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,6 @@ class Saver:
         self._lineage = Lineage(parent)
         self._called, self._asked = (Checkpointer(storage, world, self._lineage, check, commit) for _ in range(2))
         self._lock = threading.Lock()  # one cut at a time
-        self._n_named: dict[str, int] = {}
         self._attendant: Attendant | None = None
         if world.size > 1 or options.attend_s is not None or options.every_s is not None:
             self._attendant = Attendant(
@@ -76,10 +75,6 @@ class Saver:
 
     def start(self) -> None:
         """Look for requests from now on."""
-        if self._world.size > 1:
-            notes = self._world.board.read(range(self._world.size), "named").values()
-            for note in notes:
-                self._n_named |= {name: max(int(n), self._n_named.get(name, 0)) for name, n in note.items()}
         if self._attendant is not None:
             self._attendant.start()
 
@@ -99,22 +94,31 @@ class Saver:
     def save(self, name: str, *, wait: bool, keep_last: int | None) -> str:
         """Take this rank's cut now; all ranks call this with the same name."""
         checkpoints.new_checkpoint_id(name)  # refuses names before anything is begun
-        self._called.wait()
+        before = self._before()
         with self._lock:
             id_ = checkpoints.new_checkpoint_id(name) if self._world.size == 1 else self._next_id(name)
-            self._called.submit(id_, self._take(name, keep_last))
+            self._called.submit(id_, replace(self._take(name, keep_last), lane=_CALLED))
+        if before is not None:
+            before.add_note(f"trajstore: that was an earlier checkpoint; '{id_}' is on its way")
+            raise before
         if wait:
             self._called.wait()
         return id_
 
+    def _before(self) -> BaseException | None:
+        """Wait for the checkpoint before; what it failed with must not keep this rank from the next one."""
+        try:
+            self._called.wait()
+        except BaseException as failure:
+            if self._world.size == 1 or not isinstance(failure, Exception):
+                raise
+            return failure
+        return None
+
     def _next_id(self, name: str) -> str:
-        """The id that all ranks give to their next checkpoint of a name; a rank that comes back can look it up."""
-        n = self._n_named.pop(name, 0) + 1
-        self._n_named[name] = n
-        if len(self._n_named) > _NAMES:
-            self._n_named.pop(next(iter(self._n_named)))
-        self._world.post("named", self._n_named)
-        return collective_id(self._world.id, name, n)
+        """The id that all ranks give to the next checkpoint: it follows from the one that rank 0 concluded last."""
+        last = self._world.read(f"concluded/{_CALLED}")
+        return collective_id(self._world.id, name, str(last))
 
     def ask(self, name: str, *, wait: bool, timeout_s: float | None) -> str | None:
         """Ask all ranks for a checkpoint, wherever they are; each takes its cut when it hears of it."""
@@ -125,7 +129,7 @@ class Saver:
 
     def _take_asked(self, name: str, id_: str) -> Callable[[], None]:
         with self._lock:
-            self._asked.submit(id_, self._take(name, self._options.keep_last))
+            self._asked.submit(id_, replace(self._take(name, self._options.keep_last), lane=_ASKED))
         return self._asked.wait
 
     def wait(self) -> None:
@@ -144,8 +148,13 @@ class Saver:
             checkpointer.cancel()
 
     def close(self) -> None:
-        """End all threads, after what is on its way."""
-        self._called.close()
-        if self._attendant is not None:
-            self._attendant.close()
-        self._asked.close()
+        """End all threads, after what is on its way; raises the first of what is left to raise."""
+        attended = [] if self._attendant is None else [self._attendant.close, self._attendant.raise_pending]
+        failures: list[BaseException] = []
+        for end in (self._called.close, *attended, self._asked.close):
+            try:
+                end()
+            except BaseException as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -27,7 +26,6 @@ from trajstore.storage import ABSENT, Storage
 
 _FIRST_POLL_S = 0.002
 _KEPT_S = 30 * 86400.0  # what a world that began so long ago has left is removed
-_count = itertools.count()  # of worlds that this process has been in; the same on all ranks
 
 
 @dataclass(slots=True)
@@ -188,15 +186,29 @@ def join(
 
 
 def _join_by_torch(storage: Storage, rank: int, size: int, checkpoint: str | None, timeout_s: float) -> World:
-    store = _torch_store(f"trajstore/{next(_count)}")
-    world = World("", rank, size, TorchBoard(store, rank), timeout_s)
+    """Find the other ranks in torch.distributed's store: as through ours, but there is only one newest world."""
+    begun = TorchBoard(_torch_store("trajstore"), 0)  # rank 0's note there names the world
     if rank == 0:
-        world.id = new_id("world")
+        id_ = new_id("world")
+        world = World(id_, 0, size, _torch_board(id_, 0), timeout_s)
+        begun.post("world", world.id)
+        world.post("members", world.gather("here", "0"))
         put_world(storage, world.id, size, checkpoint)
-        world.post("world", world.id)
-    else:
-        world.id = world.await_notes("world", [0], "the id of their world")[0]
-    return world
+        return world
+    nonce, mine, until = os.urandom(16).hex(), "", time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        newest = str(begun.read([0], "world").get(0, ""))
+        if newest != mine:
+            mine, world = newest, World(newest, rank, size, _torch_board(newest, rank), timeout_s)
+            world.post("here", nonce)
+        if mine and nonce in (world.read("members") or ()):
+            return world
+        time.sleep(TorchBoard.poll_s)
+    raise RankTimeoutError(f"rank 0 of {size} did not begin, or not all ranks came, within {timeout_s:g} s")
+
+
+def _torch_board(world: str, rank: int) -> TorchBoard:
+    return TorchBoard(_torch_store(f"trajstore/{world}"), rank)
 
 
 def _torch_store(prefix: str) -> Any:
@@ -293,12 +305,12 @@ class _Joining:
             newest = next(iter(list_worlds(self._storage)), None)
             world = self._world(new_id("world", after=newest))  # whatever the clock of an earlier launch said
             put_world(self._storage, world.id, self._size, self._checkpoint, is_joined=False)
+            self._take(world.id)
             try:
-                self._take(world.id)
                 return self._lead(world)
-            except BaseException:
+            except RankTimeoutError as error:
                 with contextlib.suppress(StorageError):
-                    self._storage.remove_tree(f"worlds/{world.id}")
+                    world.post("failed", str(error))  # so that the others know why
                 raise
         until, pause, mine = time.monotonic() + self._timeout_s, _FIRST_POLL_S, ""
         while True:
@@ -365,22 +377,31 @@ class _Joining:
             return f"has {known['size']} ranks, this one was told {self._size}"
         if known.get("checkpoint") != self._checkpoint:
             return f"goes on from checkpoint {known.get('checkpoint')!r}, this rank from {self._checkpoint!r}"
-        members = self._members(name)
-        if members is not None and self._nonce not in members:
-            return "is complete"
-        return None if self._take(name) else f"has another process of rank {self._rank}"
+        return self._taken(name) or (None if self._take(name) else self._twice)
 
-    def _members(self, name: str) -> list[str] | None:
+    @property
+    def _twice(self) -> str:
+        return f"has another process of rank {self._rank}"
+
+    def _taken(self, name: str) -> str | None:
+        """Why rank 0 does not wait for this rank in a world, if it does not."""
         leader = read_member(self._storage, name, 0)
+        if leader is not None and "failed" in leader["notes"]:
+            return f"failed: {leader['notes']['failed']!s:.200}"
+        members = self._members(leader, name)
+        return self._twice if members is not None and self._nonce not in members else None
+
+    def _members(self, leader: dict[str, Any] | None, name: str) -> list[str] | None:
         members = None if leader is None else leader["notes"].get("members")
         if members is not None and not (isinstance(members, list) and all(isinstance(m, str) for m in members)):
             raise FormatError(f"{self._storage.display}/worlds/{name}: rank 0 has the members {members!r:.80}")
         return members
 
     def _is_in(self, name: str) -> bool:
-        members = self._members(name)
-        if members is not None and self._nonce not in members:
-            self._seen[name] = "is complete"
+        if why := self._taken(name):
+            self._seen[name] = why
+            return False
+        members = self._members(read_member(self._storage, name, 0), name)
         return members is not None and self._nonce in members
 
     def _reason(self, mine: str) -> str:

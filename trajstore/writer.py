@@ -461,7 +461,7 @@ class Writer:
         """
         if not callable(done):
             raise TypeError(f"done: expected something to call with the record, got {done!r:.80}")
-        with self._call():
+        with self._call(raises_pending=False):
             return self._pipeline.hand_off(done)
 
     def wait(self, ticket: int) -> None:
