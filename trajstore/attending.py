@@ -216,7 +216,7 @@ class Attendant:
         self._answered, self._outside = answers, outside
         found = Asked(self._n + 1, new_id(names[0]), names[0], tuple(answers))
         note = {"n": found.n, "id": found.id, "name": found.name, "answers": answers}
-        self._world.post("announce", note)
+        self._world.board.post_all({"announce": note, "begun/asked": found.id})
         return found
 
     def _request_outside(self) -> tuple[str | None, str]:

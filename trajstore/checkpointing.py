@@ -26,6 +26,7 @@ from trajstore.storage import Storage
 from trajstore.world import World
 
 _log = logging.getLogger(__name__)
+_TRIES, _TRY_S = 3, 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class Checkpointer:
         self._failure: BaseException | None = None
         self._last: Future[None] | None = None
         self._old_notes: list[str] = []
+        self.published: str | None = None  # the last one that was
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-checkpoint")
 
     def submit(self, checkpoint_id: str, taken: Taken) -> Future[None]:
@@ -126,6 +128,7 @@ class Checkpointer:
     def _run(self, checkpoint_id: str, taken: Taken) -> None:
         try:
             self._save(checkpoint_id, taken)
+            self.published = checkpoint_id
         except BaseException as failure:
             _log.warning("checkpoint %s could not be saved: %s", checkpoint_id, failure)
             with self._lock:
@@ -231,7 +234,7 @@ class _Together:
     """One checkpoint that all ranks take: first every rank's part, then, if all are durable, the whole.
 
     Rank 0 decides. It tells first that it has begun, then looks at what the others say; another rank that gives up
-    takes back what it said first, then looks whether rank 0 has begun. So a part is never changed that may be published.
+    takes back what it said first, then looks whether rank 0 has begun. So no part is changed that may be published.
     """
 
     def __init__(self, storage: Storage, world: World, lineage: Lineage, old_notes: list[str]) -> None:
@@ -241,8 +244,6 @@ class _Together:
         self._old_notes = old_notes  # of checkpoints before, which nobody needs any more when this one is taken
 
     def save(self, checkpoint_id: str, taken: Taken, put_part: Callable[[], Mapping[str, Cut]]) -> None:
-        if self._world.is_leader:
-            self._world.post(f"begun/{taken.lane}", checkpoint_id)
         own = self._put(checkpoint_id, taken, put_part)
         try:
             outcome = self._outcome_of(checkpoint_id, taken, own)
@@ -255,8 +256,9 @@ class _Together:
             raise RankError(
                 f"checkpoint '{checkpoint_id}' is not published, the one before stands: {outcome['failed']}"
             )
-        self._lineage.add(checkpoint_id)
-        if self._world.is_leader and taken.keep_last is not None:
+        if not self._world.is_leader:  # that one knew when it published
+            self._lineage.newest = checkpoint_id
+        elif taken.keep_last is not None:
             prune(self._storage, checkpoint_id, taken.keep_last)
 
     def _outcome_of(self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut]) -> dict[str, Any]:
@@ -274,14 +276,16 @@ class _Together:
         """Make this rank's part durable and say so, or say why not."""
         key = f"part/{checkpoint_id}"
         try:
+            if self._world.is_leader:
+                self._world.post(f"begun/{taken.lane}", checkpoint_id)
             own = put_part()
         except BaseException as failure:
             with contextlib.suppress(RankError, StorageError):
                 self._world.post(key, {"failed": f"rank {self._world.rank}: {failure}"})
                 self._old_notes.append(key)
-                if self._world.is_leader:
-                    self._conclude(checkpoint_id, taken, {"failed": f"rank 0: {failure}"})
-                    self._withdraw(checkpoint_id)
+            if self._world.is_leader:
+                self._conclude(checkpoint_id, taken, {"failed": f"rank 0: {failure}"})
+                self._withdraw(checkpoint_id)
             raise
         dropped = [] if self._world.is_leader else self._old_notes
         note = {"name": taken.name, "streams": {stream: _cut_note(cut) for stream, cut in own.items()}}
@@ -306,11 +310,13 @@ class _Together:
     def _publish_surely(
         self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut], notes: list[Mapping[str, Any]]
     ) -> None:
-        try:
-            self._publish(checkpoint_id, taken, own, notes)
-        except StorageError:
-            if not is_published(self._storage, checkpoint_id):  # only the answer was lost
-                raise
+        with self._lineage.lock:
+            try:
+                self._publish(checkpoint_id, taken, own, notes)
+            except StorageError:
+                if not is_published(self._storage, checkpoint_id):  # only the answer was lost
+                    raise
+            self._lineage.add(checkpoint_id)
 
     def _publish(
         self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut], notes: list[Mapping[str, Any]]
@@ -319,25 +325,27 @@ class _Together:
         for note in notes:
             for stream, cut in note["streams"].items():
                 streams[stream] = _joined(streams.get(stream), _cut_of(cut))
-        with self._lineage.lock:
-            whole = checkpoints.new_checkpoint(
-                checkpoint_id,
-                taken.name,
-                parent=self._lineage.next_parent(self._storage, checkpoint_id),
-                world=self._world.id,
-                streams=streams,
-                n_ranks=self._world.size,
-            )
-            checkpoints.publish(self._storage, whole)
-            self._lineage.add(checkpoint_id)
+        whole = checkpoints.new_checkpoint(
+            checkpoint_id,
+            taken.name,
+            parent=self._lineage.next_parent(self._storage, checkpoint_id),
+            world=self._world.id,
+            streams=streams,
+            n_ranks=self._world.size,
+        )
+        checkpoints.publish(self._storage, whole)
 
     def _conclude(
         self, checkpoint_id: str, taken: Taken, outcome: dict[str, Any], dropped: Sequence[str] = ()
     ) -> None:
         key = f"outcome/{checkpoint_id}"
         news = {key: outcome, f"concluded/{taken.lane}": checkpoint_id}
-        with contextlib.suppress(RankError, StorageError):  # the others look for themselves then
-            self._world.board.post_all({**dict.fromkeys(dropped), **news})
+        for _ in range(_TRIES):
+            with contextlib.suppress(RankError, StorageError):  # the others look for themselves then
+                self._world.board.post_all({**dict.fromkeys(dropped), **news})
+                break
+            if self._world.is_closing.wait(_TRY_S):
+                break
         self._old_notes[:] = [key for key in self._old_notes if key not in dropped] + [key]
 
     def _heard(self, checkpoint_id: str, taken: Taken) -> dict[str, Any]:
@@ -346,8 +354,11 @@ class _Together:
             return self._outcome(checkpoint_id)
         except (RankError, StorageError) as failure:
             with contextlib.suppress(RankError, StorageError):
-                self._world.post(f"part/{checkpoint_id}", {"failed": f"rank {self._world.rank} gave up waiting"})
-                if self._world.read(f"begun/{taken.lane}") == checkpoint_id and not _has_left(failure):
+                note = {"failed": f"rank {self._world.rank} gave up waiting"}
+                self._world.post(f"part/{checkpoint_id}", note)
+                if self._world.read(f"begun/{taken.lane}") != checkpoint_id:
+                    self._world.post(f"part/{checkpoint_id}", None)  # it may begin later, and others with it
+                elif not _has_left(failure):
                     return self._outcome(checkpoint_id)  # it waits for others as long
             if is_published(self._storage, checkpoint_id):  # it may have died just after that
                 return {"published": checkpoint_id}

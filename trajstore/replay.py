@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -875,7 +875,8 @@ class ReplayBuffer:
     def _cut_done(self, result: Future[Any], record: CommitRecord | None) -> None:
         # On the background thread, in order of commits: statistics are those of this very cut.
         statistics = self._statistics.state_dict() if self._statistics is not None else None
-        result.set_result((record, {"statistics": statistics}))
+        with contextlib.suppress(InvalidStateError):  # nobody waits for it any longer
+            result.set_result((record, {"statistics": statistics}))
 
     def _cuts(self, wanted: Mapping[str, int]) -> dict[str, Cut]:
         """What is wanted of every stream but the session's own; of the wholly evicted ones nothing."""

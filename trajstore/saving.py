@@ -62,6 +62,8 @@ class Saver:
         self._lineage = Lineage(parent)
         self._called, self._asked = (Checkpointer(storage, world, self._lineage, check, commit) for _ in range(2))
         self._lock = threading.Lock()  # one cut at a time
+        self._last_id: str | None = None  # of this rank's last one, and what that followed from
+        self._after: object = None
         self._attendant: Attendant | None = None
         if world.size > 1 or options.attend_s is not None or options.every_s is not None:
             self._attendant = Attendant(
@@ -118,7 +120,10 @@ class Saver:
     def _next_id(self, name: str) -> str:
         """The id that all ranks give to the next checkpoint: it follows from the one that rank 0 concluded last."""
         last = self._world.read(f"concluded/{_CALLED}")
-        return collective_id(self._world.id, name, str(last))
+        if last == self._after and self._last_id is not None and self._called.published == self._last_id:
+            last = self._last_id  # rank 0 could not tell; that it was published is known
+        self._after, self._last_id = last, collective_id(self._world.id, name, str(last))
+        return self._last_id
 
     def ask(self, name: str, *, wait: bool, timeout_s: float | None) -> str | None:
         """Ask all ranks for a checkpoint, wherever they are; each takes its cut when it hears of it."""
