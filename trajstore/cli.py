@@ -1,4 +1,4 @@
-"""The command line: look at a store, sample it once, verify it.
+"""The command line: look at a store, sample it once, verify it, plan and ask for checkpoints.
 
 Commands are plain functions that return an exit code: 0 fine, 1 the store has problems, 2 the command could not
 do its work. `main` dresses them for typer, which like rich is imported only then; without them it says what to
@@ -154,11 +154,59 @@ def checkpoints(url: Url, storage_option: Pairs = None, as_json: AsJson = False)
     return FINE
 
 
+def redistribute(
+    url: Url,
+    ranks: Annotated[int, _Option("--ranks", "How many ranks are to go on.")],
+    checkpoint: Annotated[
+        str, _Option("--checkpoint", "Of which checkpoint: name, id or latest.", "CHECKPOINT")
+    ] = "latest",
+    policy: Annotated[
+        str, _Option("--policy", "How to deal out episodes: steps, episodes, contiguous, interleaved.")
+    ] = "steps",
+    incomplete: Annotated[
+        str, _Option("--incomplete", "What becomes of open, headless and cut episodes: keep, drop, truncate.")
+    ] = "keep",
+    storage_option: Pairs = None,
+    as_json: AsJson = False,
+) -> int:
+    """Show which episodes of a checkpoint so many ranks would get; changes nothing, reads no steps."""
+    with _usage():
+        plan = trajstore.redistribute(
+            _checked(url),
+            checkpoint=checkpoint,
+            world_size=ranks,
+            policy=policy,  # type: ignore[arg-type]
+            incomplete=incomplete,
+            storage_options=_storage_options(storage_option),
+        )
+    _print({"checkpoint": plan.checkpoint} | asdict(plan.report), _show_partitions, as_json)
+    return FINE
+
+
+def request_checkpoint(
+    url: Url,
+    name: Annotated[str, _Option("--name", "What to call it.")] = "requested",
+    storage_option: Pairs = None,
+    as_json: AsJson = False,
+) -> int:
+    """Ask the session that writes a store for a checkpoint; it takes it in the background, with all its ranks.
+
+    Leaves a note in the store, and does not wait.
+    """
+    with _usage():
+        options = _storage_options(storage_option)
+        world = trajstore.request_checkpoint(_checked(url), name, storage_options=options)
+    _print({"name": name, "world": world}, _show_request, as_json)
+    return FINE
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
     "info": info,
     "sample": sample,
     "verify": verify_store,
     "checkpoints": checkpoints,
+    "redistribute": redistribute,
+    "request-checkpoint": request_checkpoint,
 }
 
 
@@ -328,6 +376,7 @@ def _checkpoint_facts(checkpoint: Checkpoint) -> Facts:
         "name": checkpoint.name,
         "created_at": checkpoint.created_at,
         "parent": checkpoint.parent,
+        "ranks": checkpoint.n_ranks or 1,
         "streams": len(cuts),
         "rows": sum(cut.stop - cut.first for cut in cuts),
     }
@@ -517,13 +566,33 @@ def _show_checkpoints(console: "Console", found: Sequence[Facts]) -> None:
     if not found:
         console.print("No checkpoints.\n")
         return
-    table = _table(f"Checkpoints: {len(found):,}", "=name", "=created (UTC)", ">streams", ">rows", "id", "parent")
+    table = _table(
+        f"Checkpoints: {len(found):,}", "=name", "=created (UTC)", ">ranks", ">streams", ">rows", "id", "parent"
+    )
     for c in found[-_MAX_LISTED:]:
-        counts = f"{c['streams']:,}", f"{c['rows']:,}"
+        counts = f"{c['ranks']:,}", f"{c['streams']:,}", f"{c['rows']:,}"
         table.add_row(_plain(c["name"]), _time(c["created_at"]), *counts, c["id"], _plain(c["parent"] or ""))
     console.print(table)
     if len(found) > _MAX_LISTED:
         console.print(f"and {len(found) - _MAX_LISTED:,} older ones; --json lists all\n")
+
+
+def _show_partitions(console: "Console", facts: Facts) -> None:
+    title = f"{facts['n_sources']} -> {len(facts['ranks'])} ranks, by {facts['policy']}: {facts['checkpoint']}"
+    table = _table(title, ">rank", ">episodes", ">steps", ">open", ">headless", ">cut")
+    for rank, counts in enumerate(facts["ranks"]):
+        flagged = [f"{counts[cause]['episodes']:,}" for cause in ("open", "headless", "cut")]
+        table.add_row(f"{rank:,}", f"{counts['episodes']:,}", f"{counts['steps']:,}", *flagged)
+    console.print(table)
+    for kind in ("dropped", "truncated"):
+        for cause, by_rank in facts[kind].items():
+            n, steps = (sum(counts[what] for counts in by_rank) for what in ("episodes", "steps"))
+            if n:
+                console.print(f"{kind}, {cause}: {n:,} episodes of {steps:,} steps")
+
+
+def _show_request(console: "Console", facts: Facts) -> None:
+    console.print(f"Asked '{_plain(facts['world'])}' for a checkpoint '{_plain(facts['name'])}'.")
 
 
 def _show_sample(console: "Console", facts: Facts) -> None:
