@@ -249,6 +249,11 @@ class Assembler:
         return schema
 
     @property
+    def has_cache(self) -> bool:
+        """Whether anything was read or appended yet."""
+        return self._cache is not None
+
+    @property
     def cache(self) -> ChunkCache:
         if self._cache is None:
             raise NotReadyError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")

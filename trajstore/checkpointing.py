@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trajstore import checkpoints
-from trajstore.checkpoints import Checkpoint, Cut
+from trajstore.checkpoints import Cut
 from trajstore.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -402,12 +402,8 @@ def _joined(one: Cut | None, other: Cut) -> Cut:
 
 def prune(storage: Storage, newest: str, keep: int) -> list[str]:
     """Remove all ancestors of a checkpoint but the last ones, so that ``keep`` are left with it; returns which."""
-    known: dict[str, Checkpoint] = {c.id: c for c in checkpoints.list_checkpoints(storage)}
-    chain: list[str] = []
-    at: str | None = newest
-    while at is not None and at in known:
-        chain.append(at)
-        at = known[at].parent
-    for old in chain[keep:]:
+    chain = [checkpoint.id for checkpoint in checkpoints.lineage(storage, newest)]
+    gone = chain[: max(0, len(chain) - keep)]
+    for old in gone:  # oldest first: whoever dies meanwhile leaves a chain without gaps
         checkpoints.remove(storage, old)
-    return chain[keep:]
+    return gone

@@ -42,6 +42,7 @@ __all__ = [
     "Checkpoint",
     "Cut",
     "find",
+    "lineage",
     "list_checkpoints",
     "new_checkpoint",
     "new_checkpoint_id",
@@ -354,6 +355,16 @@ def list_checkpoints(storage: Storage) -> list[Checkpoint]:
         FormatError: One of them is damaged; the message says which.
     """
     return _by_lineage(storage, [c for c in _read_all(storage) if c.is_complete])
+
+
+def lineage(storage: Storage, checkpoint_id: str) -> list[Checkpoint]:
+    """A checkpoint and all that it descends from, oldest first, as far as they are there."""
+    there = list_checkpoints(storage)
+    by_id = {c.id: c for c in there}
+    if checkpoint_id not in by_id:
+        return []
+    known = {checkpoint_id, *_lineage(by_id, by_id[checkpoint_id])}
+    return [c for c in there if c.id in known]
 
 
 def find(storage: Storage, which: str) -> Checkpoint:

@@ -233,7 +233,15 @@ def _joined_world(store: Store, options: ReplayOptions, checkpoint: str | None, 
     world = join(storage, rank, size, checkpoint=checkpoint, timeout_s=timeout_s, through=through)
     if size > 1:
         schema = store.schema.to_json() if store.schema is not None else None
-        facts = {"seed": options.seed, "share": options.share, "checkpoint": checkpoint or "none", "schema": schema}
+        facts: dict[str, Any] = {
+            "seed": options.seed,
+            "share": options.share,
+            "checkpoint": checkpoint or "none",
+            "schema": schema,
+        }
+        # What redistribution counts on to be alike, now and later.
+        for name in ("priorities", "statistics", "capacity"):
+            facts[f"kind of {name}"] = type(getattr(options, name)).__name__
         world.post("how", how.to_json())
         world.agree("hello", {"store": check_root(storage), **facts, "how": how.to_json()})
     return world

@@ -496,7 +496,8 @@ class Reader:
     def invalidate(self) -> None:
         """Drop everything that was read; it is read again when it is asked for."""
         with self._source.lock:
-            self._source.cache.invalidate()
+            if self._source.has_cache:
+                self._source.cache.invalidate()
 
     def resize(self, *, cache_bytes: int | str | None = None, host_cache_bytes: int | str | None = None) -> None:
         """Change the bounds of the caches; what does not fit any more is dropped."""
