@@ -26,6 +26,7 @@ from trajstore.store import Url, check_root
 from trajstore.world import World, list_worlds, named, put_world, read_world
 
 _log = logging.getLogger(__name__)
+_SLICE_S = 0.2  # the thread looks so often whether the program is over
 _LOOK_S = 1.0  # so often somebody who waits looks whether others are there still
 
 
@@ -80,20 +81,25 @@ class Attendant:
         self._is_over = False  # the thread has ended by an error
         self._n_waiting = 0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="trajstore-attend", daemon=True)
+        # No daemon: it ends when the main thread has. One that is killed inside torch's store would abort the process.
+        self._thread = threading.Thread(target=self._loop, name="trajstore-attend", daemon=False)
 
-    def start(self) -> None:
+    def start(self, *, is_back: bool) -> None:
+        """Begin to look; ``is_back``: a rank that died and came back leaves alone what was decided before."""
         if self._world.is_leader:
             if read_world(self._storage, self._world.id) is None:
                 put_world(self._storage, self._world.id, self._world.size, self._checkpoint)
             self._outside = self._request_outside()[0]  # what was asked of nobody
-        before = self._announced()  # a rank that came back leaves alone what was decided before
+        if is_back:
+            self._take_up()
+        self._thread.start()
+
+    def _take_up(self) -> None:
+        before, own = self._announced(), self._world.read("request", self._world.rank)
         if before is not None:
             self._n, self._answered = before.n, list(before.answers)
-        with self._condition:
-            own = self._world.read("request", self._world.rank)
-            self._n_asked = self._n_posted = int(own["n"]) if own is not None else 0
-        self._thread.start()
+        if own is not None:
+            self._n_asked = self._n_posted = _checked_request(own, self._world.rank)[0]
 
     def ask(self, name: str) -> int:
         """Ask all ranks for a checkpoint; returns the number of this request, for `wait`."""
@@ -157,7 +163,7 @@ class Attendant:
             self._thread.join()
 
     def _loop(self) -> None:
-        while not self._stopping.is_set():
+        while self._is_wanted():
             try:
                 with self._condition:
                     asked, name = self._n_asked, self._name
@@ -174,8 +180,12 @@ class Attendant:
                     self._condition.notify_all()
                 return
             with self._condition:
-                if self._n_asked == self._n_posted and not self._stopping.is_set():
-                    self._condition.wait(self._poll_s)
+                until = time.monotonic() + self._poll_s
+                while self._n_asked == self._n_posted and self._is_wanted() and time.monotonic() < until:
+                    self._condition.wait(min(_SLICE_S, self._poll_s))
+
+    def _is_wanted(self) -> bool:
+        return not self._stopping.is_set() and threading.main_thread().is_alive()
 
     def _look(self) -> None:
         asked = self._decided() if self._world.is_leader else self._announced()

@@ -262,7 +262,7 @@ class ReplayBuffer:
                         self._tell_marks()  # from here on: of what this rank did not get, the others decide
             if start.plan is not None:
                 _log.info("rank %d of %d:\n%s", world.rank, world.size, start.plan.report)
-            self._saver.start()
+            self._saver.start(is_back=start.is_back)
         except BaseException:
             self._end_threads()
             raise

@@ -75,10 +75,10 @@ class Saver:
                 checkpoint=parent,
             )
 
-    def start(self) -> None:
-        """Look for requests from now on."""
+    def start(self, *, is_back: bool = False) -> None:
+        """Look for requests from now on; ``is_back``: after a session of the same rank that died."""
         if self._attendant is not None:
-            self._attendant.start()
+            self._attendant.start(is_back=is_back)
 
     @property
     def newest(self) -> str | None:

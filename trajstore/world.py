@@ -87,7 +87,7 @@ class World:
                         f"{named(missing)} of {self.size} did not answer within {self.timeout_s:g} s"
                         f" ({what or key}): not running, or stuck"
                     )
-                if self.is_closing.wait(pause):
+                if self.is_closing.wait(pause) or not threading.main_thread().is_alive():
                     raise ClosedError(f"the buffer was closed while it waited for {named(missing)}")
                 pause = min(2 * pause, self.board.poll_s)
                 continue
