@@ -851,3 +851,23 @@ def test_nan_and_infinities_are_stored_as_they_are(open_writer: OpenWriter, url:
     episode = trajstore.open(url).read_episode(0)
     assert episode["observation"].tobytes() == strange.tobytes()
     assert np.isnan(episode["reward"]).all()
+
+
+def test_a_reader_waits_for_a_thread_that_has_the_lock_for_a_moment_only() -> None:
+    writer = trajstore.create("memory://brief").writer(commit_seconds=None)
+    writer.append({"x": np.float32(1)})
+    inside, done = threading.Event(), threading.Event()
+
+    def brief() -> None:
+        with writer._briefly(), writer._lock:
+            inside.set()
+            done.wait(0.02)
+
+    thread = threading.Thread(target=brief)
+    thread.start()
+    inside.wait()
+    with writer.staged() as staging:  # else a batch would miss what was appended, now and then
+        assert staging is not None
+        assert staging.n == 1
+    thread.join()
+    writer.discard()

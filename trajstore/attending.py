@@ -81,7 +81,7 @@ class Attendant:
         self._is_over = False  # the thread has ended by an error
         self._n_waiting = 0
         self._stopping = threading.Event()
-        # No daemon: it ends when the main thread has. One that is killed inside torch's store would abort the process.
+        # No daemon: it ends when the main thread has. One that is killed inside torch's store aborts the process.
         self._thread = threading.Thread(target=self._loop, name="trajstore-attend", daemon=False)
 
     def start(self, *, is_back: bool) -> None:

@@ -122,6 +122,7 @@ class Writer:
         self._settle_schema = settle_schema
         self._options = options
         self._lock = threading.RLock()
+        self._in_brief: set[int] = set()  # threads that have the lock, or want it, for a moment
         self._pid = os.getpid()
         self._is_closed = False
         self._is_ending = (
@@ -354,9 +355,9 @@ class Writer:
         None if somebody is appending at this moment (unless ``blocking``), if nothing was appended yet, or if the
         writer is closed.
         """
-        # The background thread has the lock but for a moment: waiting for it, a reader misses nothing.
+        # Background threads have the lock but for a moment: waiting for them, a reader misses nothing.
         if not self._lock.acquire(blocking=blocking) and not (
-            self._pipeline.is_ticking and self._lock.acquire(timeout=_TICK_S)
+            (self._pipeline.is_ticking or self._in_brief) and self._lock.acquire(timeout=_TICK_S)
         ):
             yield None
             return
@@ -387,8 +388,17 @@ class Writer:
     @property
     def first_rows(self) -> dict[str, int]:
         """By stream, the first row that this session still wants, as far as `set_view` said; its own included."""
-        with self._lock:
+        with self._briefly(), self._lock:
             return {**self._pipeline.view.first_rows, self.stream: self._pipeline.first_row}
+
+    @contextlib.contextmanager
+    def _briefly(self) -> Iterator[None]:
+        """This thread takes the lock for a moment only, and appends nothing."""
+        self._in_brief.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._in_brief.discard(threading.get_ident())
 
     def set_view(
         self,
@@ -413,7 +423,7 @@ class Writer:
             ValueError: A mark would go back.
             DataError: A value is none, or names rows or streams that it can't.
         """
-        with self._call(raises_pending=False):
+        with self._briefly(), self._call(raises_pending=False):
             old = self._pipeline.first_row
             new = old if first_row is None else check_count(first_row, "first_row")
             check_mark(self.stream, old, new)
@@ -438,7 +448,7 @@ class Writer:
         Raises:
             DataError: The store has no schema yet, so no record can be written.
         """
-        with self._call(raises_pending=False):
+        with self._briefly(), self._call(raises_pending=False):
             if self._intake.known is None:
                 raise DataError("publish_view: the store has no schema yet; declare one, or append first")
             return self._pipeline.publish_view()
