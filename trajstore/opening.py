@@ -148,8 +148,8 @@ def start_resumed(store: Store, which: str, changes: Mapping[str, Any], how: How
     changes = with_ranks(changes)
     settle_options(ReplayOptions(), changes)  # refuses what there is not, before anything is read
     found = checkpoints.find(store.snapshot.storage, which)
-    options, state, plan = _resumed(store, found, changes, how)
     cut = Snapshot.at(store.snapshot.storage, store.schema, found)
+    options, state, plan = _resumed(store, found, cut, changes, how)
     world = _joined_world(store, options, found.id, how)
     return Start(store, options, world, found, state, plan, cut=cut)
 
@@ -170,15 +170,15 @@ def start_rejoined(store: Store, world_id: str | None, changes: Mapping[str, Any
     if found is None:
         return Start(store, given, world, before=before, is_back=True)
     how = How() if ours else How(**(world.read("how", rank) or {}))
-    options, state, plan = _resumed(store, found, changes, how)
     cut = Snapshot.at(storage, store.schema, found)
+    options, state, plan = _resumed(store, found, cut, changes, how)
     return Start(store, options, world, found, state, plan, before, cut, is_back=True)
 
 
 def _resumed(
-    store: Store, found: Checkpoint, changes: Mapping[str, Any], how: How
+    store: Store, found: Checkpoint, cut: Snapshot, changes: Mapping[str, Any], how: How
 ) -> tuple[ReplayOptions, dict[str, Any], Partitions | None]:
-    state, plan = _resumed_state(store, found, changes, how)
+    state, plan = _resumed_state(store, found, cut, changes, how)
     options = from_json(state["options"], changes)
     if "capacity" in changes:
         state["retention"].pop("least", None)  # a limit that is given anew holds at once
@@ -188,7 +188,7 @@ def _resumed(
 
 
 def _resumed_state(
-    store: Store, found: Checkpoint, changes: Mapping[str, Any], how: How
+    store: Store, found: Checkpoint, cut: Snapshot, changes: Mapping[str, Any], how: How
 ) -> tuple[dict[str, Any], Partitions | None]:
     """The state that a rank goes on with, and, where episodes were dealt out anew, how."""
     storage, rank, size = store.snapshot.storage, changes["rank"] or 0, changes["world_size"] or 1
@@ -202,7 +202,6 @@ def _resumed_state(
         raise ValueError(f"share='whole': nothing is dealt out, so {how} has no meaning")
     if was_whole and is_whole:
         return _shared_state(storage, found, rank, size), None
-    cut = Snapshot.at(storage, store.schema, found)
     stays = size == n_old and not was_whole and not is_whole
     policy = how.policy if how.policy is not None or stays else "steps"
     n_parts = 1 if is_whole else size
