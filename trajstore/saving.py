@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from trajstore import checkpoints
 from trajstore.attending import Attendant
-from trajstore.checkpointing import Checkpointer, Lineage, Taken, collective_id
+from trajstore.checkpointing import Checkpointer, Lineage, Taken, collective_id, is_published
 from trajstore.storage import Storage
 from trajstore.world import World
 
@@ -120,10 +120,14 @@ class Saver:
     def _next_id(self, name: str) -> str:
         """The id that all ranks give to the next checkpoint: it follows from the one that rank 0 concluded last."""
         last = self._world.read(f"concluded/{_CALLED}")
-        if last == self._after and self._last_id is not None and self._called.published == self._last_id:
-            last = self._last_id  # rank 0 could not tell; that it was published is known
+        # Rank 0 may not have been able to tell: then what is there decides.
+        if last == self._after and self._last_id is not None and self._is_published(self._last_id):
+            last = self._last_id
         self._after, self._last_id = last, collective_id(self._world.id, name, str(last))
         return self._last_id
+
+    def _is_published(self, id_: str) -> bool:
+        return self._called.published == id_ or is_published(self._storage, id_)
 
     def ask(self, name: str, *, wait: bool, timeout_s: float | None) -> str | None:
         """Ask all ranks for a checkpoint, wherever they are; each takes its cut when it hears of it."""
