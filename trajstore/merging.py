@@ -133,7 +133,7 @@ class _Merging:
     def result(self, schema: Schema | None) -> dict[str, Any]:
         first = self._states[min(self._rank, len(self._states) - 1)]
         return {
-            "options": first["options"] | {"capacity": self._capacity()},
+            "options": first["options"] | {"capacity": self._capacity(), "samples_per_insert": self._pace()},
             "order": self._order(),
             "reader": self._reader(first["reader"]),
             "retention": self._retention(),
@@ -155,6 +155,13 @@ class _Merging:
             summed = {name: self._summed(name, limits) for name in ("steps", "episodes", "bytes")}
             return {**limits[0], **summed}
         return None if limits[0] is None else max(1, self._share(sum(limits)))
+
+    def _pace(self) -> Any:
+        """The limiter's options, with a share of the steps that nobody samples before: so it is as far ahead."""
+        paces = [state["options"].get("samples_per_insert") for state in self._states]
+        if paces[0] is None or any(pace is None for pace in paces):
+            return paces[min(self._rank, len(paces) - 1)]
+        return {**paces[0], "min_steps": self._share(sum(int(pace["min_steps"]) for pace in paces))}
 
     def _summed(self, name: str, limits: Sequence[Mapping[str, Any]]) -> int | None:
         values = [limit[name] for limit in limits]
