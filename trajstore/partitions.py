@@ -134,7 +134,7 @@ class Partitions:
     Attributes:
         checkpoint: Id of the checkpoint.
         world_size: Number of ranks that they go to.
-        policy: How they are dealt out.
+        policy: How they are dealt out; ``unchanged``: every episode stays where it is.
         incomplete: What becomes of incomplete ones, by cause.
         streams: Ids that ``stream`` numbers.
         stream: By episode, the stream that holds it.
@@ -154,7 +154,7 @@ class Partitions:
 
     checkpoint: str
     world_size: int
-    policy: Policy
+    policy: str
     incomplete: Mapping[str, str]
     streams: tuple[str, ...]
     stream: Array

@@ -86,7 +86,7 @@ def plan(
     return Partitions(
         checkpoint.id,
         world_size,
-        policy or "steps",
+        policy or "unchanged",
         what,
         tuple(episodes.streams),
         episodes.stream,
