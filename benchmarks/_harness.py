@@ -29,7 +29,7 @@ from rich.table import Table
 
 PACKAGES = (
     "trajstore", "numpy", "zarr", "numcodecs", "numba", "torch", "torchrl", "tensordict", "tensorstore", "s3fs",
-    "cpprb", "gymnasium", "ale-py",
+    "cpprb", "ray", "gymnasium", "ale-py",
 )  # fmt: skip
 LARGE_BYTES = 4 << 20
 

@@ -10,7 +10,19 @@ from pathlib import Path
 
 from _harness import arguments
 
-BENCHMARKS = ("append", "commit", "open", "frames", "memory", "windows", "misses", "priorities", "replay")
+BENCHMARKS = (
+    "append",
+    "commit",
+    "open",
+    "frames",
+    "memory",
+    "windows",
+    "misses",
+    "priorities",
+    "replay",
+    "ranks",
+    "ray_service",
+)
 
 
 def main() -> None:

@@ -44,6 +44,16 @@ EXPECTED["replay"] = [
     "append 16, sample, update, evict, ours, 20,000 steps, 1 thread",
     "checkpoint of 2,377 steps",
 ]
+EXPECTED["ranks"] = [
+    "4,000 episodes, 8 to 16 ranks: plan",
+    "4,000 episodes, 8 to 16 ranks: storage calls",
+    "checkpoint, 2 ranks of 200 episodes",
+]
+EXPECTED["ray_service"] = [
+    "256 transitions, in process",
+    "256 transitions, 2 actors, batches",
+    "256 transitions, TorchRL",
+]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 
 pytestmark = [

@@ -214,6 +214,20 @@ class PrioritySampler:
             raise DataError(f"index {handles[np.flatnonzero(bad)[0]].tolist()}: this reader has no such step")
         return address
 
+    def mass(self, windows: Windows, among: Among) -> Mass | None:
+        """How much there is to draw from, to be compared with that of other samplers; None: nothing."""
+        self.follow()
+        if self._masses.is_stale(self.n_batches, self.table):
+            self._settle()
+        self.kind(windows, among.where)
+        tree, scale = self._tree(windows, among.where), self._masses.scale
+        if not tree.total:
+            return None
+        recent = tree.recent_mass(among) / scale if among.is_recent else 0.0
+        uniform, n = self.options.uniform, tree.n_windows(among)
+        least = tree.smallest * (1 - uniform) * (not uniform or tree.is_all_positive) + uniform / n
+        return Mass(tree.total / scale, recent, n, float(least))
+
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on as before, the priorities themselves included."""
         self.follow()
@@ -245,6 +259,23 @@ class PrioritySampler:
 
 
 @dataclass(frozen=True, slots=True)
+class Mass:
+    """Of windows that can be drawn.
+
+    Attributes:
+        total: The sum of (p + eps)^alpha over all of them.
+        recent: The same over recent ones, where these are asked for.
+        n_windows: How many there are, recent ones where these are asked for.
+        least: The smallest probability that any of them has.
+    """
+
+    total: float
+    recent: float
+    n_windows: int
+    least: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Drawn:
     """Windows, and the probability that priorities give to each."""
 
@@ -272,6 +303,11 @@ class _Masses:
         self._ranked_at = 0
         self._ranks: torch.Tensor | None = None  # sorted priorities, for ranks
         self._is_loose = False  # the largest priority may have become far smaller
+
+    @property
+    def scale(self) -> float:
+        """What raw masses are multiplied with."""
+        return self._scale
 
     def is_stale(self, n_batches: int, table: PriorityTable) -> bool:
         is_ranked = self._options.kind == "rank"
@@ -577,6 +613,9 @@ class _Tree:
         entry, start = draw.entry.cpu().numpy(), draw.start.clamp(min=0).cpu().numpy()
         address = np.unique(self._table.addresses(entry, start))
         return address, self._tree.get(torch.from_numpy(address).to(index.device)).cpu().numpy()
+
+    def recent_mass(self, among: Among) -> float:
+        return float(self._recent(among)[1].sum())
 
     def _draw_recent(self, n: int, rng: Counter, among: Among) -> _Drawn:
         address, mass = self._recent(among)
