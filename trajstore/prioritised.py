@@ -224,9 +224,10 @@ class PrioritySampler:
         if not tree.total:
             return None
         recent = tree.recent_mass(among) / scale if among.is_recent else 0.0
-        uniform, n = self.options.uniform, tree.n_windows(among)
-        least = tree.smallest * (1 - uniform) * (not uniform or tree.is_all_positive) + uniform / n
-        return Mass(tree.total / scale, recent, n, float(least))
+        uniform, n, least = self.options.uniform, tree.n_windows(among), math.inf
+        if self.options.normalize == "buffer":
+            least = float(tree.smallest * (1 - uniform) * (not uniform or tree.is_all_positive) + uniform / n)
+        return Mass(tree.total / scale, recent, n, least)
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on as before, the priorities themselves included."""
@@ -266,7 +267,7 @@ class Mass:
         total: The sum of (p + eps)^alpha over all of them.
         recent: The same over recent ones, where these are asked for.
         n_windows: How many there are, recent ones where these are asked for.
-        least: The smallest probability that any of them has.
+        least: The smallest probability that any of them has, where weights are relative to that of the buffer.
     """
 
     total: float
