@@ -276,26 +276,29 @@ class _Together:
         """Make this rank's part durable and say so, or say why not."""
         key = f"part/{checkpoint_id}"
         try:
-            if self._world.is_leader:
+            if self._world.is_leader:  # which need not tell itself of its part
                 self._world.post(f"begun/{taken.lane}", checkpoint_id)
+                return put_part()
             own = put_part()
+            note = {"name": taken.name, "streams": {stream: _cut_note(cut) for stream, cut in own.items()}}
+            self._world.board.post_all({**dict.fromkeys(self._old_notes), key: note})
         except BaseException as failure:
-            with contextlib.suppress(RankError, StorageError):
-                self._world.post(key, {"failed": f"rank {self._world.rank}: {failure}"})
-                self._old_notes.append(key)
+            why = {"failed": f"rank {self._world.rank}: {failure}"}
             if self._world.is_leader:
-                self._conclude(checkpoint_id, taken, {"failed": f"rank 0: {failure}"})
+                self._conclude(checkpoint_id, taken, why)
                 self._withdraw(checkpoint_id)
+            else:
+                with contextlib.suppress(RankError, StorageError):
+                    self._world.post(key, why)
+                self._old_notes.append(key)
             raise
-        dropped = [] if self._world.is_leader else self._old_notes
-        note = {"name": taken.name, "streams": {stream: _cut_note(cut) for stream, cut in own.items()}}
-        self._world.board.post_all({**dict.fromkeys(dropped), key: note})
-        self._old_notes[:] = [*(self._old_notes if self._world.is_leader else ()), key]
+        self._old_notes[:] = [key]
         return own
 
     def _decided(self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut]) -> dict[str, Any]:
         try:
-            notes = self._world.await_notes(f"part/{checkpoint_id}", range(self._world.size), "its part of it")
+            others = range(1, self._world.size)
+            notes = self._world.await_notes(f"part/{checkpoint_id}", others, "its part of it")
             failed = [str(note["failed"]) for note in notes if "failed" in note]
             if not failed:
                 self._publish_surely(checkpoint_id, taken, own, notes)
@@ -304,7 +307,7 @@ class _Together:
             raise
         outcome: dict[str, Any] = {"failed": "; ".join(failed)} if failed else {"published": checkpoint_id}
         # Whoever has sent its part of this one has read of all before: their notes can go.
-        self._conclude(checkpoint_id, taken, outcome, self._old_notes[:-1])
+        self._conclude(checkpoint_id, taken, outcome, list(self._old_notes))
         return outcome
 
     def _publish_surely(
