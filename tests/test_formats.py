@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import trajstore
-from trajstore import Field, Schema, Store
+from trajstore import Field, Priorities, ReplayBuffer, Schema, Store, Windows
 
 STORES = Path(__file__).parent / "stores"
 SCHEMA = Schema(
@@ -120,3 +121,53 @@ def test_format_1_is_what_this_version_writes(tmp_path: Path, kept: Store) -> No
             assert ours[key] == theirs[key], key
         arrays = {path: node.metadata.to_dict() for path, node in group.members(None)}
         assert arrays == {path: node.metadata.to_dict() for path, node in other.members(None)}
+
+
+# ---- a checkpoint of several ranks ---------------------------------------------------------------------------
+
+
+def write_ranks(url: Path) -> None:
+    """Write the store of two ranks that is kept: one has an open episode, priorities are what `priority` says."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def run(rank: int) -> None:
+        options: dict[str, Any] = {"priorities": Priorities(), "seed": 5, "commit_seconds": None}
+        with ReplayBuffer(url, rank=rank, world_size=2, sample=Windows(length=2), **options) as buffer:
+            for number, n in enumerate((4, 9, 6)):
+                buffer.add_episode({"x": np.full(n, 10 * rank + number, np.float32)}, terminated=True, env=number)
+            buffer.append({"x": np.float32(10 * rank + 3)}, env=5)
+            for block in buffer.read_all_in_order():
+                buffer.update_priorities(block["index"], priority(block["x"], block["index"]))
+            buffer.save_checkpoint("kept", wait=True)
+
+    with ThreadPoolExecutor(2) as ranks:
+        list(ranks.map(run, range(2)))
+
+
+def priority(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 + index[:, 2] * 0.125
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+def test_a_checkpoint_of_two_ranks_of_format_1_is_resumed_by_any_number(tmp_path: Path, n_ranks: int) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with zipfile.ZipFile(STORES / "format-1-ranks.zip") as archive:
+        archive.extractall(tmp_path)
+
+    def run(rank: int) -> list[tuple[float, int]]:
+        found = []
+        with ReplayBuffer.resume(tmp_path / "store", "kept", rank=rank, world_size=n_ranks) as buffer:
+            sampler = buffer.reader._priorities
+            assert sampler is not None
+            for block in buffer.read_all_in_order():
+                address = sampler.steps.addresses_of(block["index"].numpy())
+                stored = torch.from_numpy(sampler.table.get(address))
+                assert torch.equal(stored, priority(block["x"], block["index"]))
+                found += list(zip(block["x"].tolist(), block["index"][:, 2].tolist(), strict=True))
+        return found
+
+    with ThreadPoolExecutor(n_ranks) as ranks:
+        steps = [step for found in ranks.map(run, range(n_ranks)) for step in found]
+    lengths = {10 * rank + number: n for rank in range(2) for number, n in enumerate((4, 9, 6, 1))}
+    assert sorted(steps) == sorted((float(x), t) for x, n in lengths.items() for t in range(n))
