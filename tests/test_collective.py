@@ -496,7 +496,7 @@ def test_a_requested_one_that_a_leader_published_before_it_died_counts_as_saved(
 
 def test_ranks_that_hear_late_of_an_outcome_hear_of_it_all_the_same(team: Open) -> None:
     """The leader is at the next checkpoint while another rank has not looked yet."""
-    one = team(2, rank_timeout_s=6.0, attend_s=60.0)
+    one = team(2, rank_timeout_s=10 * HANG_S, attend_s=60.0)
     one.fill()
     first = Gate(Site("get", "worlds/world/0/zarr.json", 0))
     one.saved("warm")
@@ -509,12 +509,9 @@ def test_ranks_that_hear_late_of_an_outcome_hear_of_it_all_the_same(team: Open) 
     eventually(lambda: _part_is_complete(one.url, 0))
     time.sleep(0.1)
     first.gate.set()
-    started = time.monotonic()
     assert ended(slow)[1] == id_
-    waited = time.monotonic() - started
     second = one.save("b", ranks=[1])
     assert ended(begun)[0] == second[1]
-    assert waited < 6.0, "it found the checkpoint in the store, after it had waited in vain"
     assert [c.name for c in published(one.url)] == ["warm", "a", "b"]
 
 
@@ -954,7 +951,7 @@ def test_closing_makes_checkpoints_in_the_background_durable_first(team: Open) -
 
 
 class Waves(FaultyStorage):
-    """Counts round trips: what goes out together counts once."""
+    """Counts round trips: of what goes out together, those of the item that takes most."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -962,21 +959,30 @@ class Waves(FaultyStorage):
         self._mine = threading.local()
 
     def map(self, function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-        if not items or getattr(self._mine, "is_inside", False):
-            return super().map(function, items)
-        self._mine.is_inside, self._mine.first = True, True
+        outer, longest = self._made(), []
+
+        def alone(item: Any) -> T:
+            nonlocal longest
+            self._mine.made = made = []
+            try:
+                return function(item)
+            finally:
+                longest = max(longest, made, key=len)
+
         try:
-            return super().map(function, items)
+            return super().map(alone, items)
         finally:
-            self._mine.is_inside = False
+            self._mine.made = outer
+            outer.extend(longest)
 
     def delete(self, keys: Sequence[str]) -> None:
         self.map(lambda key: super(Waves, self).delete([key]), list(keys))
 
+    def _made(self) -> list[str]:
+        return getattr(self._mine, "made", self.waves)
+
     def _call(self, action: str, key: str, effect: Callable[[], T]) -> T:
-        if not getattr(self._mine, "is_inside", False) or self._mine.first:
-            self._mine.first = False
-            self.waves.append(f"{action} {key}")
+        self._made().append(f"{action} {key}")
         return super()._call(action, key, effect)
 
 
@@ -1009,19 +1015,16 @@ def test_a_collective_checkpoint_takes_two_round_trips_more_than_a_single_one(te
     for rank, waves in enumerate(ranks):
         assert not [wave for wave in waves if "worlds/" in wave]
         assert len(waves) <= len(single) + 2, (rank, len(waves) - len(single), single, waves)
-    # The leader publishes only when the last part is there, so the slowest path is a part and then that.
-    part = max(len(waves) for waves in ranks[1:])
-    publishing = len(ranks[0]) - part
-    assert part + publishing <= len(single) + 2
+    assert [len(waves) - len(single) for waves in ranks] == [2, -1, -1]  # the leader's part, and the publication
 
 
-def test_notes_in_the_store_take_four_puts_of_the_leader_and_two_of_the_others(team: Open, tmp_path: Path) -> None:
+def test_notes_in_the_store_take_two_puts_of_the_leader_and_one_of_the_others(team: Open, tmp_path: Path) -> None:
     with through_torch(distributed.HashStore()):
         by_torch = round_trips(str(tmp_path / "torch"), 3, tmp_path)
     ranks = round_trips(str(tmp_path / "many"), 3, tmp_path)
     for rank, waves in enumerate(ranks):
         notes = [wave for wave in waves if wave.startswith("put worlds/")]
         looks = [wave for wave in waves if wave.startswith("get worlds/")]
-        assert len(notes) <= (4 if rank == 0 else 2), notes
+        assert len(notes) == (2 if rank == 0 else 1), notes
         assert looks  # at least one; as many as it takes the slowest rank to come
         assert len(waves) - len(notes) - len(looks) == len(by_torch[rank])

@@ -325,6 +325,7 @@ def test_ranks_that_are_killed_at_random_go_on_from_a_published_checkpoint(
         ranks[1 - life % 2].kill()
         assert [rank.await_end() for rank in ranks] == [-signal.SIGKILL] * 2
         there = published(url)
+        assert [c.parent for c in there[1:]] == [c.id for c in there[:-1]]
         if not there:
             continue
         latest = find(open_storage(url), "latest")
