@@ -802,8 +802,8 @@ class ReplayBuffer:
         """Ask all ranks for a checkpoint, from any one of them; they need not call anything for it.
 
         Each takes its cut in the background as soon as it hears of it, so the cuts are not of one moment;
-        `save_checkpoint` on all ranks is for that. `trajstore.request_checkpoint` does the same from outside. Requests
-        of the same moment are answered by one checkpoint, under one of their names.
+        `save_checkpoint` on all ranks is for that. `trajstore.request_checkpoint` does the same from outside.
+        Requests of the same moment are answered by one checkpoint, under one of their names.
 
         Args:
             name: What to call it; a unique id is added.
