@@ -307,6 +307,7 @@ class Reader:
             EpisodeNotFoundError: An episode is not here, or has no window that starts at that step.
         """
         with self._source.lock:
+            self._source.publish()  # a step's handle is valid from the moment that it is appended
             kind = self._source.kind(windows)
             draw = self._source.draw_at(kind, _handles(index), None, is_strict=True)
             draw = kind.starts.with_n(draw, self._rng)
