@@ -373,7 +373,9 @@ def index_of(n_episodes: int, n_steps: int) -> EpisodeIndex:
     spans = Spans(ints, np.zeros((n_episodes, len(SPAN_FLOATS))))
     part = StreamSpans(0, 0, spans, (SPAN_INTS, SPAN_FLOATS), first_row=0, is_finished=True)
     index = EpisodeIndex(torch.device("cpu"))
-    index.update(SimpleNamespace(names=("none",), streams=(SimpleNamespace(id="none"),), parts=lambda: [part]))
+    index.update(
+        SimpleNamespace(names=("none",), streams=(SimpleNamespace(id="none", rank=None),), parts=lambda: [part])
+    )
     return index
 
 

@@ -36,15 +36,16 @@ def launch(folder: Path, n_ranks: int, n_steps: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={n_ranks}"]
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", str(_WORKER), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    log = (folder / f"{n_ranks}-ranks.log").open("wb")
-    return subprocess.Popen(
-        [*command, f"--steps={n_steps}"], stdout=log, stderr=log, env=environment, start_new_session=True
-    )
+    with (folder / f"{n_ranks}-ranks.log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, f"--steps={n_steps}"], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
 
 
 def events(folder: Path, n_ranks: int) -> list[dict[str, Any]]:
     """What the ranks of a launch have told so far."""
-    lines = [line for path in sorted(folder.glob(f"{n_ranks}-ranks.*.jsonl")) for line in path.open()]
+    texts = [path.read_text() for path in sorted(folder.glob(f"{n_ranks}-ranks.*.jsonl"))]
+    lines = [line for text in texts for line in text.splitlines(keepends=True)]
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 

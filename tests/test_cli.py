@@ -306,7 +306,7 @@ def test_verify_at_a_checkpoint_looks_at_what_it_holds(root: Path) -> None:
 def test_checkpoints_are_listed(template: Path, url: str) -> None:
     result = run("checkpoints", template)
     assert result.exit_code == 0
-    assert re.search(r"half +2001-09-09 01:46 +1 +52 +half-", result.stdout)
+    assert re.search(r"half +2001-09-09 01:46 +1 +1 +52 +half-", result.stdout)
     assert [c["name"] for c in run_json("checkpoints", template)["checkpoints"]] == ["half"]
     trajstore.create(url)
     assert "No checkpoints." in run("checkpoints", url).stdout
@@ -453,7 +453,7 @@ def test_the_module_can_be_imported_without_its_extra_and_without_torch() -> Non
 
 def test_every_command_and_option_of_the_document_exists() -> None:
     text = (ROOT / "docs" / "cli.md").read_text("utf-8")
-    lines = re.findall(r"^ *(?:\$ )?trajstore ([a-z]+)\b(.*)$", text, re.M)
+    lines = re.findall(r"^ *(?:\$ )?trajstore ([a-z-]+)\b(.*)$", text, re.M)
     assert {name for name, _ in lines} == set(cli.COMMANDS)
     for name, rest in lines:
         known = run(name, "--help").output

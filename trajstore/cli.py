@@ -156,7 +156,7 @@ def checkpoints(url: Url, storage_option: Pairs = None, as_json: AsJson = False)
 
 def redistribute(
     url: Url,
-    ranks: Annotated[int, _Option("--ranks", "How many ranks are to go on.")],
+    ranks: Annotated[int, _Option("--ranks", "How many ranks are to go on.")] = 1,
     checkpoint: Annotated[
         str, _Option("--checkpoint", "Of which checkpoint: name, id or latest.", "CHECKPOINT")
     ] = "latest",
