@@ -13,6 +13,7 @@ import torch
 
 import trajstore
 from tests.conftest import Place
+from tests.test_replay import crash
 from trajstore import Field, Priorities, RankError, ReplayBuffer, Schema, Windows
 
 T = TypeVar("T")
@@ -48,16 +49,6 @@ def shown(buffer: ReplayBuffer) -> dict[int, int]:
         for number in block["obs"][:, 0].int().tolist():
             found[number] = found.get(number, 0) + 1
     return found
-
-
-def crash(buffer: ReplayBuffer) -> None:
-    """End the threads of a rank; nothing that is staged is written, nobody seals its stream, nobody is told."""
-    with contextlib.suppress(Exception):
-        buffer._sweeper.close()
-    buffer._writer._release()
-    buffer._saver.cancel()
-    with contextlib.suppress(Exception):
-        buffer._saver.close()
 
 
 @pytest.fixture
