@@ -22,7 +22,8 @@ import trajstore.attending
 import trajstore.opening
 import trajstore.store
 from tests.faulty import Call, Died, FaultyStorage, Plan, real_storage
-from trajstore import Checkpoint, Field, ReplayBuffer, Schema, Windows
+from tests.rank_process import OPTIONS
+from trajstore import Checkpoint, ReplayBuffer, Windows
 from trajstore.board import TorchBoard
 from trajstore.checkpoints import list_checkpoints
 from trajstore.record import new_id
@@ -30,17 +31,6 @@ from trajstore.storage import Storage
 from trajstore.verifying import Report, verify
 from trajstore.world import World, alone, put_world
 
-SCHEMA = Schema({"x": Field("int64", chunk_rows=8), "reward": Field("float32", chunk_rows=8)})
-OPTIONS: dict[str, Any] = {
-    "schema": SCHEMA,
-    "sample": Windows(length=2),
-    "commit_seconds": None,
-    "cache_bytes": "8MB",
-    "buffer_bytes": "256KB",
-    "rank_timeout_s": 30.0,
-    "attend_s": 0.02,
-    "fsync": False,
-}
 HANG_S = 60.0  # no test waits longer for anything: then it is a deadlock
 Outcome = Any  # what a call returned, or the exception that it raised
 

@@ -924,7 +924,7 @@ def test_closing_with_a_failure_that_nobody_has_seen_ends_all_threads(team: Open
     one.fill()
     one.plan(k, Broken("checkpoints/"))
     all_well(2, lambda rank: one.buffers[rank].save_checkpoint("a"))
-    eventually(lambda: not any(buffer._saver._called.is_busy for buffer in one.buffers))
+    eventually(lambda: not any(buffer._saver._called.held for buffer in one.buffers))
     one.plan(k, None)
     found = outcomes(2, lambda rank: one.buffers[rank].close())
     assert all(isinstance(failure, (RankError, StorageError)) for failure in found.values()), found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from trajstore import DataError, NotReadyError
+from trajstore import DataError, NotReadyError, StoreNotFoundError
 from trajstore.compat import objectrl
 from trajstore.compat.objectrl import ReplayBuffer
 
@@ -217,6 +218,21 @@ def test_a_file_of_objectrl_itself_is_refused(made: Any, tmp_path: Path) -> None
     with pytest.raises(DataError, match="not what this class saves"):
         buffer.load(tmp_path / "theirs")
     assert rewards(buffer.sample_all()) == [0, 1]
+
+
+def test_a_load_or_save_that_fails_changes_nothing(made: Any, tmp_path: Path) -> None:
+    buffer = made(8)
+    buffer.add_batch(transitions(3))
+    buffer.save(tmp_path / "lost")
+    for store in tmp_path.glob("*.trajstore"):
+        shutil.rmtree(store)
+    with pytest.raises(StoreNotFoundError):
+        buffer.load(tmp_path / "lost")
+    torch.save({"buffer_size": 5}, tmp_path / "theirs.metadata")
+    with pytest.raises(DataError, match="not what this class saves"):
+        buffer.save(tmp_path / "theirs")
+    assert not list(tmp_path.glob("*.trajstore"))
+    assert rewards(buffer.sample_all()) == [0, 1, 2]
 
 
 def test_bad_input_is_refused_by_name_and_changes_nothing(made: Any) -> None:

@@ -19,6 +19,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 import ray
 
 import trajstore
+from tests import ray_cluster
 from trajstore import Field, Priorities, ReplayBuffer, Schema, Windows
 from trajstore.errors import ClosedError, DataError, NotReadyError, StoreNotFoundError
 from trajstore.ray import RayReplayBuffer, RayWriter
@@ -33,18 +34,9 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    node = {"_node_ip_address": "127.0.0.2"} if sys.platform == "linux" else {}
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=200 << 20,
-        configure_logging=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(map(str, (SCRIPTS, SCRIPTS.parent)))}},
-        **node,
-    )
-    yield
-    ray.shutdown()
+    path = os.pathsep.join(map(str, (SCRIPTS, SCRIPTS.parent)))
+    with ray_cluster.started(runtime_env={"env_vars": {"PYTHONPATH": path}}):
+        yield
 
 
 def step(i: int, n: int = N_ENVS, who: int = 0) -> dict[str, Any]:

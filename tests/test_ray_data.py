@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import ray
 import ray.data
 
 import trajstore
+from tests import ray_cluster
 from trajstore import DataError, Field, Schema
 from trajstore.ray.data import EpisodeSink, EpisodeSource, read_episodes, write_episodes
 from trajstore.schema import flatten
@@ -37,19 +37,9 @@ SCHEMA = Schema(
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    node = {"_node_ip_address": "127.0.0.2"} if sys.platform == "linux" else {}
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=200 << 20,
-        configure_logging=False,
-        log_to_driver=False,
-        **node,
-    )
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    yield
-    ray.shutdown()
+    with ray_cluster.started():
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield
 
 
 def episode(k: int, n: int) -> dict[str, Any]:

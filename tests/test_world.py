@@ -18,10 +18,9 @@ from torch import distributed
 import trajstore
 from tests.conftest import Place
 from tests.faulty import Call, FaultyStorage, Plan, broken, real_storage
+from tests.rank_process import OPTIONS, SCHEMA
 from tests.rank_threads import (
     HANG_S,
-    OPTIONS,
-    SCHEMA,
     AtSite,
     Open,
     Site,

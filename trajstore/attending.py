@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore import checkpoints
+from trajstore.board import read_group
 from trajstore.errors import (
     DataError,
     FormatError,
@@ -20,7 +21,7 @@ from trajstore.errors import (
     StorageError,
     TrajstoreError,
 )
-from trajstore.record import FORMAT, GROUP, dump_json, is_stream_id, load_json, new_id, own_attributes
+from trajstore.record import FORMAT, group_bytes, is_stream_id, new_id
 from trajstore.storage import Storage, open_storage
 from trajstore.store import Url, check_root
 from trajstore.world import World, list_worlds, named, put_world, read_world
@@ -230,13 +231,9 @@ class Attendant:
         return found
 
     def _request_outside(self) -> tuple[str | None, str]:
-        key = _request_key(self._world.id)
-        try:
-            data = self._storage.get(key)
-        except FileNotFoundError:
+        own, what = read_group(self._storage, _request_key(self._world.id), "request")
+        if own is None:
             return None, ""
-        what = f"{self._storage.display}/{key}"
-        own = own_attributes(load_json(data, what), "request", what)
         name, nonce = own.get("name"), own.get("nonce")
         if not isinstance(nonce, str) or not _is_name(name):
             raise FormatError(f"{what}: expected a name and a nonce")
@@ -302,7 +299,7 @@ def request_checkpoint(
             f"{storage.display}: no session here looks for requests; it needs several ranks, or attend_s"
         )
     own: dict[str, Any] = {"format": FORMAT, "kind": "request", "nonce": os.urandom(16).hex(), "name": name}
-    storage.put(_request_key(newest), dump_json(GROUP | {"attributes": {"trajstore": own}}))
+    storage.put(_request_key(newest), group_bytes(own))
     return newest
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from trajstore.errors import FormatError, RankError
-from trajstore.record import FORMAT, GROUP, dump_json, load_json, own_attributes
+from trajstore.record import FORMAT, group_bytes, load_json, own_attributes
 from trajstore.storage import Storage
 
 _MAX_NOTE_BYTES = 16 << 20
@@ -58,7 +58,7 @@ class StorageBoard:
     def __init__(
         self, storage: Storage, world: str, rank: int, nonce: str, notes: Mapping[str, Any] | None = None
     ) -> None:
-        self.poll_s = 0.5 if storage.is_remote else 0.05
+        self.poll_s = poll_s(storage)
         self._storage = storage
         self._world = world
         self._rank = rank
@@ -94,7 +94,22 @@ def member_key(world: str, rank: int) -> str:
 
 def member_bytes(nonce: str, notes: Mapping[str, Any]) -> bytes:
     own = {"format": FORMAT, "kind": "member", "nonce": nonce, "notes": dict(notes)}
-    return dump_json(GROUP | {"attributes": {"trajstore": own}})
+    return group_bytes(own)
+
+
+def read_group(storage: Storage, key: str, kind: str) -> tuple[dict[str, Any] | None, str]:
+    """The attributes of a group of some kind, None where there is none; and what to call it in messages."""
+    what = f"{storage.display}/{key}"
+    try:
+        data = storage.get(key)
+    except FileNotFoundError:
+        return None, what
+    return own_attributes(load_json(data, what), kind, what), what
+
+
+def poll_s(storage: Storage) -> float:
+    """How long to wait at most before looking again at what others put there."""
+    return 0.5 if storage.is_remote else 0.05
 
 
 def read_member(storage: Storage, world: str, rank: int) -> dict[str, Any] | None:
@@ -103,14 +118,8 @@ def read_member(storage: Storage, world: str, rank: int) -> dict[str, Any] | Non
     Raises:
         FormatError: It is not what a rank writes.
     """
-    key = member_key(world, rank)
-    try:
-        data = storage.get(key)
-    except FileNotFoundError:
-        return None
-    what = f"{storage.display}/{key}"
-    own = own_attributes(load_json(data, what), "member", what)
-    if not isinstance(own.get("notes"), dict) or not isinstance(own.get("nonce"), str):
+    own, what = read_group(storage, member_key(world, rank), "member")
+    if own is not None and not (isinstance(own.get("notes"), dict) and isinstance(own.get("nonce"), str)):
         raise FormatError(f"{what}: expected a nonce and notes")
     return own
 

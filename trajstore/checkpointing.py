@@ -108,16 +108,10 @@ class Checkpointer:
         self.published: str | None = None  # the last one that was
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-checkpoint")
 
-    def submit(self, checkpoint_id: str, taken: Taken) -> Future[None]:
+    def submit(self, checkpoint_id: str, taken: Taken) -> None:
         """Begin to write a checkpoint. Nothing else is on its way: wait before, so that memory stays bounded."""
         self._taken = taken
         self._last = self._threads.submit(self._run, checkpoint_id, taken)
-        return self._last
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is on its way."""
-        return self._taken is not None
 
     @property
     def held(self) -> dict[str, int]:

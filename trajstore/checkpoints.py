@@ -127,13 +127,8 @@ def save_part(
     saving = _Saving.of(storage, replace(whole, n_ranks=None), state, place_of(whole.id, rank))
     pin = to_bytes(replace(whole, streams={}, is_complete=False, pinned_at=time.time()), {"arrays": 0}, None)
     groups = {_key(whole.id): pin, f"{place_of(whole.id)}/ranks/zarr.json": dump_json(GROUP)}
-    storage.map(lambda key: _put_first(storage, key, groups[key]), list(groups))
+    storage.map(lambda key: storage.put_once(key, groups[key]), list(groups))
     saving.save(check)
-
-
-def _put_first(storage: Storage, key: str, data: bytes) -> None:
-    with contextlib.suppress(FileExistsError):
-        storage.put(key, data, ABSENT)
 
 
 def publish(storage: Storage, whole: Checkpoint) -> Checkpoint:

@@ -193,7 +193,9 @@ def _resumed_state(
     """The state that a rank goes on with, and, where episodes were dealt out anew, how."""
     storage, rank, size = store.snapshot.storage, changes["rank"] or 0, changes["world_size"] or 1
     n_old = found.n_ranks or 1
-    saved = checkpoints.read_state(storage, found, 0, ("options",))["options"].get("share", "partition")
+    saved = "partition"
+    if n_old > 1 or size > 1:  # else there is nothing to share
+        saved = checkpoints.read_state(storage, found, 0, ("options",))["options"].get("share", saved)
     was_whole = saved == "whole" and n_old > 1
     is_whole = changes.get("share", saved) == "whole" and size > 1
     if size == n_old and how == How() and was_whole == is_whole:

@@ -51,6 +51,11 @@ def dump_json(data: Mapping[str, Any]) -> bytes:
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
+def group_bytes(own: Mapping[str, Any]) -> bytes:
+    """The ``zarr.json`` of a group that has nothing but these attributes of ours."""
+    return dump_json(GROUP | {"attributes": {"trajstore": own}})
+
+
 def load_json(data: bytes, what: str) -> dict[str, Any]:
     """Parse a ``zarr.json``.
 

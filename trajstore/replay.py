@@ -141,8 +141,8 @@ class ReplayBuffer:
 
         With another number of ranks than saved it (``rank`` and ``world_size``, or those of torch.distributed), the
         episodes are dealt out anew, whole, without copying any; `partition_report` says what became of them. Limits
-        are scaled so that their sum over the ranks stays; while this session lasts, none takes away what a rank was
-        given.
+        are scaled so that their sum over the ranks stays; none takes away what a rank was given, unless
+        ``capacity`` is given anew.
 
         Args:
             url: Of the store.

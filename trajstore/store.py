@@ -16,6 +16,7 @@ from trajstore.record import (
     CommitRecord,
     check_checksum,
     dump_json,
+    group_bytes,
     layouts_of,
     load_json,
     new_id,
@@ -24,7 +25,7 @@ from trajstore.record import (
 )
 from trajstore.schema import Schema, check_name
 from trajstore.snapshot import Snapshot
-from trajstore.storage import ABSENT, Storage, open_storage
+from trajstore.storage import Storage, open_storage
 from trajstore.writer import Writer, WriterOptions
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ class Store:
     def _settle_schema(self, schema: Schema) -> None:
         """Make this the store's schema if it has none; refuse one that differs from what it has."""
         layouts_of(schema)  # refuses codecs and chunk sizes that no writer could use
-        if _put_once(self._storage, _SCHEMA, _schema_bytes(schema)):
+        if self._storage.put_once(_SCHEMA, _schema_bytes(schema)):
             return
         settled = read_schema(self._storage)
         if settled is not None and (differences := settled.differences(schema)):
@@ -240,27 +241,18 @@ def _make_root(storage: Storage) -> bool:
 def put_root(storage: Storage) -> bool:
     """Put the groups that every store has and then, which makes it one, the root; False if there is one already."""
     for key in (_STREAMS, _CHECKPOINTS):
-        _put_once(storage, key, dump_json(GROUP))
-    return _put_once(storage, _ROOT, _root_bytes())
+        storage.put_once(key, dump_json(GROUP))
+    return storage.put_once(_ROOT, _root_bytes())
 
 
 def _root_bytes() -> bytes:
     own = {"format": FORMAT, "kind": "store", "id": new_id("store"), "created_at": time.time()}
-    return dump_json(GROUP | {"attributes": {"trajstore": own}})
+    return group_bytes(own)
 
 
 def _schema_bytes(schema: Schema) -> bytes:
     own = {"format": FORMAT, "kind": "schema", "crc32c": "00000000", "schema": schema.to_json()}
     return with_checksum(GROUP | {"attributes": {"trajstore": own}})
-
-
-def _put_once(storage: Storage, key: str, data: bytes) -> bool:
-    """Put an object where there is none; False if there is one."""
-    try:
-        storage.put(key, data, ABSENT)
-    except FileExistsError:
-        return False
-    return True
 
 
 def check_root(storage: Storage) -> str:

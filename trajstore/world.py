@@ -17,12 +17,14 @@ from trajstore.board import (
     TorchBoard,
     member_bytes,
     member_key,
+    poll_s,
+    read_group,
     read_member,
     world_key,
 )
 from trajstore.errors import ClosedError, FormatError, RankError, RankTimeoutError, StorageError
-from trajstore.record import FORMAT, GROUP, dump_json, is_stream_id, load_json, new_id, own_attributes
-from trajstore.storage import ABSENT, Storage
+from trajstore.record import FORMAT, GROUP, dump_json, group_bytes, is_stream_id, new_id
+from trajstore.storage import Storage
 
 _FIRST_POLL_S = 0.002
 _KEPT_S = 30 * 86400.0  # what a world that began so long ago has left is removed
@@ -246,16 +248,10 @@ def put_world(storage: Storage, world: str, size: int, checkpoint: str | None, *
         "checkpoint": checkpoint,
         "created_at": time.time(),
     }
-    put_group(storage, "worlds/zarr.json")
-    storage.put(world_key(world), dump_json(GROUP | {"attributes": {"trajstore": own}}))
+    storage.put_once("worlds/zarr.json", dump_json(GROUP))
+    storage.put(world_key(world), group_bytes(own))
     if is_joined:
         _remove_old(storage)
-
-
-def put_group(storage: Storage, key: str) -> None:
-    """Put an empty group where there is none."""
-    with contextlib.suppress(FileExistsError):
-        storage.put(key, dump_json(GROUP), ABSENT)
 
 
 def list_worlds(storage: Storage) -> list[str]:
@@ -265,13 +261,10 @@ def list_worlds(storage: Storage) -> list[str]:
 
 def read_world(storage: Storage, world: str) -> dict[str, Any] | None:
     """What is known of a world; None if it is gone."""
-    try:
-        data = storage.get(world_key(world))
-    except FileNotFoundError:
-        return None
-    what = f"{storage.display}/{world_key(world)}"
-    own = own_attributes(load_json(data, what), "world", what)
-    if not isinstance(own.get("size"), int) or not isinstance(own.get("created_at"), (int, float)):
+    own, what = read_group(storage, world_key(world), "world")
+    if own is not None and not (
+        isinstance(own.get("size"), int) and isinstance(own.get("created_at"), (int, float))
+    ):
         raise FormatError(f"{what}: expected a size and a time")
     return own
 
@@ -320,7 +313,7 @@ class _Joining:
             if time.monotonic() > until:
                 raise RankTimeoutError(self._reason(mine))
             time.sleep(pause)
-            pause = min(2 * pause, 0.5 if self._storage.is_remote else 0.05)
+            pause = min(2 * pause, poll_s(self._storage))
 
     def _world(self, id_: str) -> World:
         board = StorageBoard(self._storage, id_, self._rank, self._nonce)
@@ -328,12 +321,10 @@ class _Joining:
 
     def _take(self, world: str) -> bool:
         """Take this rank's place; False if somebody else has it."""
-        try:
-            self._storage.put(member_key(world, self._rank), member_bytes(self._nonce, {}), ABSENT)
-        except FileExistsError:
-            found = read_member(self._storage, world, self._rank)
-            return found is not None and found["nonce"] == self._nonce
-        return True
+        if self._storage.put_once(member_key(world, self._rank), member_bytes(self._nonce, {})):
+            return True
+        found = read_member(self._storage, world, self._rank)
+        return found is not None and found["nonce"] == self._nonce
 
     def _lead(self, world: World) -> World:
         """Wait for all others, then say who is in."""
@@ -377,15 +368,15 @@ class _Joining:
             return f"has {known['size']} ranks, this one was told {self._size}"
         if known.get("checkpoint") != self._checkpoint:
             return f"goes on from checkpoint {known.get('checkpoint')!r}, this rank from {self._checkpoint!r}"
-        return self._taken(name) or (None if self._take(name) else self._twice)
+        leader = read_member(self._storage, name, 0)
+        return self._taken(leader, name) or (None if self._take(name) else self._twice)
 
     @property
     def _twice(self) -> str:
         return f"has another process of rank {self._rank}"
 
-    def _taken(self, name: str) -> str | None:
+    def _taken(self, leader: dict[str, Any] | None, name: str) -> str | None:
         """Why rank 0 does not wait for this rank in a world, if it does not."""
-        leader = read_member(self._storage, name, 0)
         if leader is not None and "failed" in leader["notes"]:
             return f"failed: {leader['notes']['failed']!s:.200}"
         members = self._members(leader, name)
@@ -398,10 +389,11 @@ class _Joining:
         return members
 
     def _is_in(self, name: str) -> bool:
-        if why := self._taken(name):
+        leader = read_member(self._storage, name, 0)
+        if why := self._taken(leader, name):
             self._seen[name] = why
             return False
-        members = self._members(read_member(self._storage, name, 0), name)
+        members = self._members(leader, name)
         return members is not None and self._nonce in members
 
     def _reason(self, mine: str) -> str:

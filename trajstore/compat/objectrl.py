@@ -257,6 +257,7 @@ class ReplayBuffer:
 
     def calculate_num_batches(self, batch_size: int) -> int:
         """Batches of an epoch, a last one that is not full included."""
+        check_positive("batch_size", batch_size)
         return -(-self.data_size // batch_size)
 
     def get_steps_and_iterator(self, n_epochs: int, max_iter: int, batch_size: int) -> int:
@@ -274,11 +275,11 @@ class ReplayBuffer:
         metadata = Path(f"{os.fspath(path)}.metadata")
         metadata.parent.mkdir(parents=True, exist_ok=True)
         place = f"{metadata.stem}-{uuid.uuid4().hex[:12]}.trajstore"
+        old = _known(metadata).get("store") if metadata.exists() else None  # refuses to replace a file of others
         if len(self):
             with create(metadata.parent / place).writer(commit_seconds=None) as writer:
                 for block in _blocks(self, self.data_size):
                     writer.append_episode({_FIELD: block})
-        old = _known(metadata).get("store") if metadata.exists() else None
         about = {"buffer_size": self.buffer_size, "data_size": len(self), "pointer": self.pointer, "store": place}
         temporary = metadata.with_name(f"{metadata.name}.{uuid.uuid4().hex[:8]}")
         temporary.write_text(json.dumps(about))
@@ -294,15 +295,17 @@ class ReplayBuffer:
         """
         metadata = Path(f"{os.fspath(path)}.metadata")
         about = _known(metadata)
-        if not isinstance(about.get("store"), str) or "/" in about["store"]:
+        counts = [about.get(name) for name in ("buffer_size", "data_size", "pointer")]
+        is_ours = isinstance(about.get("store"), str) and "/" not in about["store"]
+        if not is_ours or not all(type(n) is int and n >= 0 for n in counts):
             raise DataError(f"{metadata}: expected what this class saves; a file of ObjectRL's own holds no data")
-        self.reset(int(about["buffer_size"]))
+        buffer_size, data_size, pointer = (int(n) for n in counts if n is not None)
+        store = open_store(metadata.parent / about["store"]) if data_size else ()  # before anything is forgotten
+        self.reset(buffer_size)
         # Places are counted from the one that the oldest had.
-        self._first_place = (int(about["pointer"]) - int(about["data_size"])) % self.buffer_size
-        if int(about["data_size"]):
-            store = open_store(metadata.parent / about["store"])
-            for i in range(len(store)):
-                self._extend(store.read_episode(i)[_FIELD])
+        self._first_place = (pointer - data_size) % self.buffer_size
+        for i in range(len(store)):
+            self._extend(store.read_episode(i)[_FIELD])  # type: ignore[union-attr]
 
 
 def _known(path: Path) -> dict[str, Any]:

@@ -76,6 +76,14 @@ class Storage:
         """
         raise NotImplementedError
 
+    def put_once(self, key: str, data: bytes) -> bool:
+        """Put an object where there is none; False if there is one."""
+        try:
+            self.put(key, data, ABSENT)
+        except FileExistsError:
+            return False
+        return True
+
     def list_names(self, prefix: str) -> list[str]:
         """Names directly below a prefix, never from a cache; empty where there are none."""
         raise NotImplementedError
