@@ -23,10 +23,10 @@ from tests.conftest import Place
 from tests.sharding import mark, pack, read_record, rewrite, write_record
 from trajstore import CorruptionError, Field, FormatError, Schema, StorageError, StoreNotFoundError
 from trajstore.checkpoints import Checkpoint, new_checkpoint_id, save
-from trajstore.record import View, new_id
+from trajstore.record import CommitRecord, View, new_id
 from trajstore.schema import Array
 from trajstore.storage import LocalStorage
-from trajstore.verifying import Problem, Report, verify
+from trajstore.verifying import Problem, Report, _Verification, verify
 
 STORES = Path(__file__).parent / "stores"
 SCHEMA = Schema(
@@ -249,6 +249,30 @@ def test_a_store_that_is_being_written_is_clean(url: str) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("then", ["commit", "close"])
+def test_a_commit_between_a_record_and_its_nodes_is_no_problem(
+    url: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = trajstore.create(url, SCHEMA, fsync=False)
+    writer = store.writer(commit_seconds=None)
+    writer.append_episode(steps(5), terminated=True)
+    writer.commit()
+    look = _Verification._node_fault
+    calls: list[str] = []
+
+    def commit_first(self: _Verification, record: CommitRecord, path: str, expected: object) -> object:
+        if not calls:
+            writer.append_episode(steps(5), terminated=True)
+            getattr(writer, then)()
+        calls.append(path)
+        return look(self, record, path, expected)
+
+    monkeypatch.setattr(_Verification, "_node_fault", commit_first)
+    assert verify(url).problems == []
+    assert calls
+    writer.close()
 
 
 def test_what_a_writer_that_died_leaves_is_no_problem(url: str) -> None:

@@ -515,8 +515,17 @@ class _Verification:
             return "missing", True
         except FormatError as error:
             return _reason(error, path), True
-        is_array = path in record.layouts
-        fault = _array_fault(own, expected, record, path) if is_array else _group_fault(own)
+        if path not in record.layouts:
+            fault = _group_fault(own)
+        else:
+            fault = _array_fault(own, expected, record, path)
+            if fault is not None and not record.is_sealed:  # was there a commit after the record was read?
+                newest = self._read_record(record.id)
+                if isinstance(newest, str):
+                    return f"{fault}; and of that: {newest}", True
+                if newest.is_sealed:
+                    return self._node_fault(newest, path, expected)
+                fault = _array_fault(own, expected, newest, path)
         return (fault, True) if fault else None
 
     def _note_strangers(self, part: _Part, record: CommitRecord) -> None:
