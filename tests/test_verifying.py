@@ -257,14 +257,14 @@ def test_a_commit_between_a_record_and_its_nodes_is_no_problem(
 ) -> None:
     store = trajstore.create(url, SCHEMA, fsync=False)
     writer = store.writer(commit_seconds=None)
-    writer.append_episode(steps(5), terminated=True)
+    writer.append_episode(steps(5, 1), terminated=True)
     writer.commit()
     look = _Verification._node_fault
     calls: list[str] = []
 
     def commit_first(self: _Verification, record: CommitRecord, path: str, expected: object) -> object:
         if not calls:
-            writer.append_episode(steps(5), terminated=True)
+            writer.append_episode(steps(5, 1), terminated=True)
             getattr(writer, then)()
         calls.append(path)
         return look(self, record, path, expected)
