@@ -260,13 +260,15 @@ def test_a_commit_between_a_record_and_its_nodes_is_no_problem(
     writer.append_episode(steps(5, 1), terminated=True)
     writer.commit()
     look = _Verification._node_fault
+    lock = threading.Lock()
     calls: list[str] = []
 
     def commit_first(self: _Verification, record: CommitRecord, path: str, expected: object) -> object:
-        if not calls:
-            writer.append_episode(steps(5, 1), terminated=True)
-            getattr(writer, then)()
-        calls.append(path)
+        with lock:
+            if not calls:
+                writer.append_episode(steps(5, 1), terminated=True)
+                getattr(writer, then)()
+            calls.append(path)
         return look(self, record, path, expected)
 
     monkeypatch.setattr(_Verification, "_node_fault", commit_first)
