@@ -135,16 +135,17 @@ class StoreMachine(RuleBasedStateMachine):
         shape = (n_steps, n_envs)
         rollout = data.draw(ours.steps(self.schema, shape))
         terminated, truncated = self.draw_flags(data, shape)
-        final = self.draw_final(data, shape)
+        final, metadata = self.draw_final(data, shape), data.draw(ours.metadata(self.schema))
+        flags = {"terminated": terminated, "truncated": truncated}
         n_rows = terminated.size + (0 if final is None else int((terminated | truncated).sum()))
         try:
-            writer.append_rollout(rollout, terminated=terminated, truncated=truncated, final=final)
+            writer.append_rollout(rollout, final=final, metadata=metadata, **flags)
         except DataError:
             assert self.is_small, "refused although it fits the buffer"
             assert n_rows > SMALL_ROWS, "refused although it fits the buffer"
             return  # a block that does not fit leaves no trace
         ends = [ends_of(a, b) for a, b in zip(terminated, truncated, strict=True)]
-        model.append_rollout(rollout, range(n_envs), ends, final)
+        model.append_rollout(rollout, range(n_envs), ends, final, metadata)
 
     def draw_flags(self, data: st.DataObject, shape: tuple[int, ...]) -> tuple[Any, Any]:
         rng = np.random.default_rng(data.draw(st.integers(0, 255), label="flags"))

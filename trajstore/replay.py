@@ -361,11 +361,12 @@ class ReplayBuffer:
         terminated: Flags = None,
         truncated: Flags = None,
         final: Step | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Handles:
         """Append a ``[T, B]`` block of T steps of B environments; see `Writer.append_rollout`."""
         with self._inserting(_n_rows(data, 2)):
             return self._writer.append_rollout(
-                data, envs=envs, terminated=terminated, truncated=truncated, final=final
+                data, envs=envs, terminated=terminated, truncated=truncated, final=final, metadata=metadata
             )
 
     def end_episode(

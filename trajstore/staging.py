@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class _Ends:
     env: Array
     end: Array
     has_final: bool
+    values: EpisodeValues  # of each of them
     at: int
 
 
@@ -98,9 +100,10 @@ class Staging:
         self._ends[episode] = event
         self.n_text += len(event.values.text)
 
-    def end_many(self, episode: Array, env: Array, end: Array, has_final: bool) -> None:
-        self._many_ends.append(_Ends(episode, env, end, has_final, self._n_calls))
+    def end_many(self, episode: Array, env: Array, end: Array, has_final: bool, values: EpisodeValues) -> None:
+        self._many_ends.append(_Ends(episode, env, end, has_final, values, self._n_calls))
         self._n_calls += 1
+        self.n_text += len(values.text) * len(episode)
 
     @property
     def n_ends(self) -> int:
@@ -250,23 +253,29 @@ def _rewards(rows: dict[str, Rows], schema: Schema, t_start: Array, count: Array
 def _apply_ends(staging: Staging, schema: Schema, ints: Array, floats: Array, text_stop: int) -> bytes:
     """Put the staged ends on their spans; returns the text that belongs to them, in order of the spans."""
     ids = ints[:, 0]
-    for ends in staging._many_ends:
-        at = np.searchsorted(ids, ends.episode)
-        ints[at, 5], ints[at, 6] = ends.end, ends.has_final
     columns = {name: (ints, i) for i, name in enumerate(int_columns(schema))}
     columns |= {name: (floats, i) for i, name in enumerate(float_columns(schema))}
     sizes = np.zeros(len(ids), np.int64)
-    texts: list[bytes] = []
-    for episode, event in sorted(staging._ends.items()):
-        span = int(np.searchsorted(ids, episode))
-        ints[span, 5], ints[span, 6], ints[span, 7] = event.end, event.has_final, event.values.present
-        for name, value in event.values.numbers:
+    texts: dict[int, bytes] = {}
+
+    def put(at: Any, ends: _Ends | EndEvent) -> None:
+        ints[at, 5], ints[at, 6], ints[at, 7] = ends.end, ends.has_final, ends.values.present
+        for name, value in ends.values.numbers:
             array, column = columns[name]
-            array[span, column] = value
-        sizes[span] = len(event.values.text)
-        texts.append(event.values.text)
+            array[at, column] = value
+        sizes[at] = len(ends.values.text)
+
+    for ends in staging._many_ends:
+        spans = np.searchsorted(ids, ends.episode)
+        put(spans, ends)
+        if ends.values.text:
+            texts |= dict.fromkeys(spans.tolist(), ends.values.text)
+    for episode, event in staging._ends.items():
+        span = int(np.searchsorted(ids, episode))
+        put(span, event)
+        texts[span] = event.values.text
     ints[:, 8] = text_stop + np.cumsum(sizes)
-    return b"".join(texts)
+    return b"".join(texts[span] for span in sorted(texts))
 
 
 def _advance(placement: Placement, ints: Array, floats: Array) -> None:

@@ -236,6 +236,7 @@ class Writer:
         terminated: Flags = None,
         truncated: Flags = None,
         final: Step | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Handles:
         """Append a block of T steps of B environments, with episodes ending anywhere inside.
 
@@ -247,6 +248,7 @@ class Writer:
             terminated: Flags ``[T, B]``: the episode ends with that step; the next step starts another.
             truncated: The same; where both are set, terminated counts.
             final: Arrays ``[T, B, ...]`` of final values; only those of steps that end an episode are stored.
+            metadata: As for `append_episode`, of every episode that ends in the block.
 
         Returns:
             Handles with arrays ``[T, B]``.
@@ -258,7 +260,8 @@ class Writer:
                 raise DataError(f"rollout: {len(env)} envs, but the data has {shape[1]} columns")
             rows = self._intake.steps(data, shape, final)
             finals = self._intake.finals(final, shape)
-            return self._stage_rollout(rows, env, check_ends(terminated, truncated, shape), finals)
+            values = check_metadata(self._intake.schema, metadata)
+            return self._stage_rollout(rows, env, check_ends(terminated, truncated, shape), finals, values)
 
     def end_episode(
         self,
@@ -680,15 +683,23 @@ class Writer:
         staging.extend(rows, block.episode, env)
         self._counts["steps"] += n
         if len(ending):
-            self._end_many(block.episode[ending], env[ending], ends[ending], _select(finals, ending))
+            found = _select(finals, ending)
+            self._end_many(block.episode[ending], env[ending], ends[ending], found, EpisodeValues())
             self._lanes.episode[env[ending]] = -1
         self._commit_by_count()
         return Handles(self.stream, block.episode, block.t)
 
     def _stage_rollout(
-        self, rows: dict[str, Array], env: Array, ends: Array, finals: dict[str, Array] | None
+        self,
+        rows: dict[str, Array],
+        env: Array,
+        ends: Array,
+        finals: dict[str, Array] | None,
+        values: EpisodeValues,
     ) -> Handles:
-        staging = self._pipeline.make_room(ends.size + (int((ends > 0).sum()) if finals is not None else 0))
+        n_ending = int((ends > 0).sum())
+        n_rows = ends.size + (n_ending if finals is not None else 0)
+        staging = self._pipeline.make_room(n_rows, len(values.text) * n_ending)
         block = self._lanes.block(env, ends)
         envs = np.broadcast_to(env, ends.shape)
         flat = {path: values.reshape(-1, *values.shape[2:]) for path, values in rows.items()}
@@ -696,14 +707,16 @@ class Writer:
         self._counts["steps"] += ends.size
         ending = np.nonzero(ends)
         if len(ending[0]):
-            self._end_many(block.episode[ending], envs[ending], ends[ending], _select(finals, ending))
+            self._end_many(block.episode[ending], envs[ending], ends[ending], _select(finals, ending), values)
         self._commit_by_count()
         return Handles(self.stream, block.episode, block.t)
 
-    def _end_many(self, episode: Array, env: Array, ends: Array, finals: dict[str, Array] | None) -> None:
+    def _end_many(
+        self, episode: Array, env: Array, ends: Array, finals: dict[str, Array] | None, values: EpisodeValues
+    ) -> None:
         if finals is not None:
             self._stage_final(finals, episode, env)
-        self._pipeline.fill().end_many(episode, env, ends, finals is not None)
+        self._pipeline.fill().end_many(episode, env, ends, finals is not None, values)
 
     def _stage_final(self, finals: dict[str, Array], episode: Array, env: Array) -> None:
         """Stage the final row of these episodes; fields without a final value hold zeros there."""

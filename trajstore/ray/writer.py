@@ -171,6 +171,7 @@ class RayWriter:
         terminated: Flags = None,
         truncated: Flags = None,
         final: Step | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> Handles:
         """Append a ``[T, B]`` block of T steps of B environments; see `ReplayBuffer.extend` and `append`."""
         with self._call():
@@ -179,7 +180,7 @@ class RayWriter:
             if len(which) != shape[1]:
                 raise DataError(f"rollout: {len(which)} envs, but the data has {shape[1]} columns")
             ends = check_ends(terminated, truncated, shape)
-            given = {"data": copied(data), "final": copied(final), **flags_of(ends)}
+            given = {"data": copied(data), "final": copied(final), "metadata": metadata, **flags_of(ends)}
             self._add("extend", tuple(which.tolist()), given)
             block = self._lanes.block(which, ends)
             self._send_if_full()

@@ -57,26 +57,45 @@ class ModelWriter:
         """The open episode of each environment that has one."""
         return dict(self._open)
 
-    def append(self, step: Step, *, env: int = 0, end: str | None = None, final: Step | None = None) -> None:
-        """Append a step to an environment; ``end`` ends its episode."""
+    def append(
+        self,
+        step: Step,
+        *,
+        env: int = 0,
+        end: str | None = None,
+        final: Step | None = None,
+        metadata: Step | None = None,
+    ) -> None:
+        """Append a step to an environment; ``end`` ends its episode, which then has the metadata."""
         episode = self._episode(env)
         episode.rows.append(_row(step))
         if end is not None:
-            self._end(env, end, None if final is None else _row(final), {})
+            self._end(env, end, None if final is None else _row(final), dict(metadata or {}))
 
     def append_many(
-        self, step: Step, envs: Sequence[int], ends: Sequence[str | None], final: Step | None = None
+        self,
+        step: Step,
+        envs: Sequence[int],
+        ends: Sequence[str | None],
+        final: Step | None = None,
+        metadata: Step | None = None,
     ) -> None:
         """Append a step to several environments; values have a leading axis over them."""
         for i, env in enumerate(envs):
-            self.append(_take(step, i), env=env, end=ends[i], final=None if final is None else _take(final, i))
+            last = None if final is None else _take(final, i)
+            self.append(_take(step, i), env=env, end=ends[i], final=last, metadata=metadata)
 
     def append_rollout(
-        self, data: Step, envs: Sequence[int], ends: Sequence[Sequence[str | None]], final: Step | None = None
+        self,
+        data: Step,
+        envs: Sequence[int],
+        ends: Sequence[Sequence[str | None]],
+        final: Step | None = None,
+        metadata: Step | None = None,
     ) -> None:
         """Append a ``[T, B]`` block, as T vectorised steps."""
         for t, row in enumerate(ends):
-            self.append_many(_take(data, t), envs, row, None if final is None else _take(final, t))
+            self.append_many(_take(data, t), envs, row, None if final is None else _take(final, t), metadata)
 
     def append_episode(self, data: Step, *, env: int = 0, end: str = "cut", metadata: Step | None = None) -> None:
         """Append a whole episode, with its final row where the arrays have one more."""
