@@ -195,6 +195,22 @@ def test_open_episodes_are_not_taken_whole() -> None:
         assert {e for _, e, _ in here(buffer)} == {0, 2}
 
 
+def test_the_oldest_episodes_can_be_evicted_on_demand() -> None:
+    with new_buffer(fresh()) as buffer:
+        for number in range(5):
+            buffer.add_episode(episode(0, number), terminated=True, env=7)
+        fill(buffer, 2, env=0)
+        n_steps = buffer.n_steps
+        lengths = [sum(e == number for _, e, _ in here(buffer)) for number in range(6)]
+        assert buffer.evict(2) == sum(lengths[:2])
+        assert {e for _, e, _ in here(buffer)} == {2, 3, 4, 5}
+        assert buffer.evict(100) == sum(lengths[2:5])
+        assert {e for _, e, _ in here(buffer)} == {5}, "an open episode went"
+        assert buffer.n_steps == n_steps - sum(lengths[:5])
+        with pytest.raises(ValueError, match="n_episodes: expected a positive integer, got 0"):
+            buffer.evict(0)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that the buffer goes by."""

@@ -40,6 +40,7 @@ from trajstore.retention import Retainer, Retention, first_rows
 from trajstore.rng import rank_seed
 from trajstore.saving import Saver, SavingOptions
 from trajstore.schema import Array, Field, Schema
+from trajstore.sizes import check_positive
 from trajstore.snapshot import Snapshot
 from trajstore.statistics import RunningStatistics
 from trajstore.store import Store, Url, create
@@ -575,6 +576,14 @@ class ReplayBuffer:
                 raise ValueError("no policy versions are kept; set policy_version before collecting")
             return self._remove(self._reader.column(VERSION) < version)
 
+    def evict(self, n_episodes: int) -> int:
+        """Evict the oldest episodes; those that are open stay. Returns how many steps went."""
+        check_positive("n_episodes", n_episodes)
+        self._check()
+        with self._source.lock:
+            self._source.publish()
+            return self._removed(self._retainer.drop_oldest(n_episodes))
+
     def clear(self) -> int:
         """Evict everything; episodes that are open go on. Returns how many steps went."""
         self._check()
@@ -583,7 +592,9 @@ class ReplayBuffer:
             return self._remove(np.ones(self._source.index.n_steps, bool))
 
     def _remove(self, chosen: Array) -> int:
-        n = self._retainer.drop_where(chosen)
+        return self._removed(self._retainer.drop_where(chosen))
+
+    def _removed(self, n: int) -> int:
         self._reader.follow_priorities()
         self._reader.follow_columns()
         self._tell_marks()

@@ -290,11 +290,21 @@ class Retainer:
         index = self._source.index
         if index.n_episodes <= limit:
             return
-        need = index.n_episodes - limit + limit // PART
-        entry = np.arange(index.first, min(index.n, index.first + need))
+        self._drop_first("episodes", index.n_episodes - limit + limit // PART)
+
+    def _drop_first(self, cause: str, n: int) -> None:
+        """Evict those of the oldest ``n`` episodes that ended."""
+        index = self._source.index
+        entry = np.arange(index.first, min(index.n, index.first + n))
         entry = entry[(index.flags.host[entry] & OPEN) == 0]
         handles = index.stream.host[entry].astype(np.int64), index.episode.host[entry].copy()
-        self._evict("episodes", *handles, np.full(len(entry), GONE))
+        self._evict(cause, *handles, np.full(len(entry), GONE))
+
+    def drop_oldest(self, n: int) -> int:
+        """Evict those of the oldest ``n`` episodes that ended; returns how many steps went."""
+        before = self.n_evicted
+        self._drop_first("removed", n)
+        return self.n_evicted - before
 
     def drop_where(self, chosen: Array) -> int:
         """Evict the steps that are chosen, in order of the index, and those before them in their episodes."""
