@@ -198,7 +198,7 @@ def test_open_episodes_are_not_taken_whole() -> None:
 def test_the_oldest_episodes_can_be_evicted_on_demand() -> None:
     with new_buffer(fresh()) as buffer:
         for number in range(5):
-            buffer.add_episode(episode(0, number), terminated=True, env=7)
+            buffer.add_episode(episode(0, number + 1), terminated=True, env=7)
         fill(buffer, 2, env=0)
         n_steps = buffer.n_steps
         lengths = [sum(e == number for _, e, _ in here(buffer)) for number in range(6)]
