@@ -1,0 +1,453 @@
+"""RLinf's replay buffer of trajectories over trajstore: the same calls, the same batches."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from trajstore.compat.private import forget, private_url
+from trajstore.compat.rlinf.directory import Directory, DirectoryWriter, is_directory_of_rlinf, share_of
+from trajstore.compat.rlinf.ledger import Held, Ledger
+from trajstore.compat.rlinf.rows import COLUMNS, Rows, sampling, to_batch, to_rows
+from trajstore.compat.rlinf.stored import read_trajectory
+from trajstore.compat.rlinf.trajectory import Trajectory, check_alike, get_model_weights_id
+from trajstore.copying import copy
+from trajstore.errors import ClosedError, DataError, NotReadyError, StoreNotFoundError
+from trajstore.reader import Reader
+from trajstore.replay import ReplayBuffer as Buffer
+from trajstore.rng import rank_seed
+from trajstore.schema import Schema, nest
+from trajstore.sizes import check_positive, parse_bytes
+from trajstore.store import Store
+from trajstore.store import open as open_store
+
+_RENAMED = {
+    "storage_dir": "auto_save_path",
+    "storage_format": "trajectory_format",
+    "save_trajectories": "auto_save",
+}
+_ROW_BYTES = 48  # beside the fields, of a row that waits to be written
+_STATE = "trajstore"  # what RLinf's metadata.json has of ours
+
+Path = str | os.PathLike[str]
+
+
+class TrajectoryReplayBuffer:
+    """Keeps trajectories, and samples transitions of the newest of them, uniformly and with replacement.
+
+    Safe to use from several threads. With ``auto_save``, what was added is durable some seconds later, or after
+    `close`; a buffer with the same ``auto_save_path`` goes on with it.
+
+    Args:
+        seed: Of the draws; None for another one every time. Ranks of torch.distributed draw differently.
+        enable_cache: Accepted, and without a meaning: what was decoded stays within ``cache_bytes``.
+        cache_size: The same.
+        sample_window_size: Sample from so many of the newest trajectories; 0: from all.
+        auto_save: Keep every trajectory at ``auto_save_path``; else only those of the window, in RAM.
+        auto_save_path: A directory, or the URL of an object store.
+        trajectory_format: Of checkpoints: ``pt``, files that RLinf reads, or ``zarr``, a copy of the store.
+        device: Where batches go.
+        options: Further ones of `trajstore.ReplayBuffer`: ``cache_bytes``, ``buffer_bytes``, ``commit_seconds``,
+            ...; and the names that RLinf had before: ``storage_dir``, ``storage_format``, ``save_trajectories``.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = 1234,
+        enable_cache: bool = True,
+        cache_size: int = 5,
+        sample_window_size: int = 100,
+        auto_save: bool = False,
+        auto_save_path: Path = "",
+        trajectory_format: str = "pt",
+        *,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> None:
+        given: dict[str, Any] = {
+            "auto_save": auto_save,
+            "auto_save_path": auto_save_path,
+            "trajectory_format": trajectory_format,
+        }
+        given |= _of_old_names(options)
+        if given["auto_save"] and not given["auto_save_path"]:
+            raise ValueError("auto_save_path: expected a directory or a URL to keep trajectories at, got none")
+        if (
+            isinstance(sample_window_size, bool)
+            or not isinstance(sample_window_size, int)
+            or sample_window_size < 0
+        ):
+            raise ValueError(f"sample_window_size: expected 0 or a positive integer, got {sample_window_size!r}")
+        self.seed = int.from_bytes(os.urandom(7)) if seed is None else seed
+        self.sample_window_size, self.auto_save = sample_window_size, bool(given["auto_save"])
+        self.trajectory_format = _checked_format(given["trajectory_format"])
+        self.device = torch.device(device)
+        self._url = os.fspath(given["auto_save_path"]) if self.auto_save else private_url("rlinf")
+        self._options = {"grace_s": 10.0 if self.auto_save else 0.0, **options}
+        self._lock = threading.RLock()
+        self._ledger = Ledger()
+        self._memory: Buffer | None = None
+        self._is_closed = False
+        if self.auto_save:
+            self._reopen()
+
+    def _reopen(self) -> None:
+        """Go on with what is there."""
+        if "://" not in self._url and is_directory_of_rlinf(self._url):
+            raise DataError(
+                f"auto_save_path: {self._url} holds files of RLinf's own; load_checkpoint() them into a buffer "
+                "with another auto_save_path"
+            )
+        try:
+            store = open_store(self._url, storage_options=self._options.get("storage_options"))
+        except StoreNotFoundError:
+            return
+        if store.schema is not None:
+            self._ledger = _ledger_of(store)
+            self._open(None)
+
+    def _open(self, schema: Schema | None) -> Buffer:
+        self._check()
+        if self._memory is None:
+            # Ranks have stores of their own here, as they have with RLinf: none waits for others.
+            self._memory = Buffer(
+                self._url,
+                schema=schema,
+                device=str(self.device),
+                seed=rank_seed(self.seed, *_rank()),
+                **{"rank": 0, "world_size": 1, **self._options},
+            )
+        return self._memory
+
+    @property
+    def memory(self) -> Buffer:
+        """The buffer behind, for whatever this face has no method for.
+
+        Raises:
+            NotReadyError: Nothing was added yet, so it is not known what it holds.
+        """
+        self._check()
+        if self._memory is None:
+            raise NotReadyError("Cannot sample from an empty buffer: add trajectories first")
+        return self._memory
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the buffer is closed")
+
+    # ---- adding
+
+    def add_trajectories(self, trajectories: Iterable[Any]) -> None:
+        """Add trajectories: objects or mappings with the fields of `Trajectory`. Their tensors are copied.
+
+        Raises:
+            DataError: One does not fit those before, or is not alike in itself; none was added.
+        """
+        given = [Trajectory.of(item, f"trajectory {i}") for i, item in enumerate(trajectories)]
+        check_alike(given)
+        with self._lock:
+            rows = self._checked(given)
+            for item in rows:
+                self._add(self._ledger.counter, item)
+
+    def _checked(self, trajectories: Sequence[Trajectory]) -> list[Rows]:
+        """Trajectories as rows, all of one schema."""
+        self._check()
+        rows = [to_rows(trajectory) for trajectory in trajectories]
+        schema = self._memory.schema if self._memory is not None else None
+        for number, item in enumerate(rows):
+            own = item.schema
+            schema = schema or own
+            if differences := schema.differences(own):
+                raise DataError(f"trajectory {number} does not fit those before: {'; '.join(differences)}")
+            if not item.metadata["model_weights_id"]:
+                item.metadata["model_weights_id"] = get_model_weights_id(trajectories[number].versions)
+        return rows
+
+    def _add(self, number: int, rows: Rows) -> None:
+        memory = self._open(rows.schema)
+        n_steps, n_envs = rows.ends.shape
+        row_bytes = (rows.schema.row_bytes + _ROW_BYTES) * n_envs
+        size = max(1, parse_bytes(memory.options.buffer_bytes, "buffer_bytes") // 6 // row_bytes)
+        episodes: list[int] = []
+        try:
+            for block in rows.blocks(size):
+                handles = memory.extend(
+                    nest(block.steps),
+                    terminated=block.is_terminal.numpy(),
+                    truncated=block.ends.numpy(),
+                    final=nest(block.final) or None,
+                    metadata={"trajectory": number, **block.metadata},
+                )
+                episodes += [int(handles.episode.min()), int(handles.episode.max())]
+        except BaseException:
+            if episodes:  # part of it is there
+                self._ledger.leave(episodes[-1] - episodes[0] + 1)
+            raise
+        first, last = min(episodes), max(episodes)
+        self._ledger.push(Held(number, memory.stream, first, last - first + 1, n_steps * n_envs))
+        if not self.auto_save and self.sample_window_size and len(self._ledger) > self.sample_window_size:
+            memory.evict(self._ledger.drop(len(self._ledger) - self.sample_window_size))
+
+    # ---- sampling
+
+    def sample(self, num_chunks: int = 0) -> dict[str, Any]:
+        """Draw so many transitions from the window; each row of the batch is one.
+
+        Raises:
+            NotReadyError: There are none.
+        """
+        return self.sample_chunks(num_chunks)
+
+    def sample_chunks(self, num_chunks: int) -> dict[str, Any]:
+        """The same."""
+        check_positive("num_chunks", num_chunks)
+        with self._lock:
+            memory, held, window = self.memory, len(self._ledger), self.sample_window_size
+            if not held:
+                raise NotReadyError("Cannot sample from an empty buffer: add trajectories first")
+            recent = self._ledger.n_episodes(window) if 0 < window < held else None
+            assert memory.schema is not None
+            windows = sampling(memory.schema)
+        return to_batch(memory.sample(num_chunks, windows, recent_episodes=recent))
+
+    # ---- what there is
+
+    @property
+    def size(self) -> int:
+        """How many trajectories are held."""
+        return len(self._ledger)
+
+    def __len__(self) -> int:
+        return self.size
+
+    @property
+    def total_samples(self) -> int:
+        """How many transitions are held."""
+        return self._ledger.n_samples
+
+    @property
+    def trajectory_ids(self) -> list[int]:
+        """Numbers of the trajectories that are held, oldest first."""
+        with self._lock:
+            return [int(number) for number in self._ledger.ids]
+
+    def is_ready(self, min_size: int) -> bool:
+        """Whether so many trajectories are held.
+
+        Raises:
+            ValueError: So many never will be.
+        """
+        if not self.auto_save and 0 < self.sample_window_size < min_size:
+            raise ValueError(
+                f"min_size: {min_size} trajectories are never held at once; without auto_save only the window of "
+                f"{self.sample_window_size} is kept. One trajectory may hold many transitions"
+            )
+        return self.size >= min_size
+
+    async def is_ready_async(self, min_size: int) -> bool:
+        """The same."""
+        return self.is_ready(min_size)
+
+    def get_stats(self) -> dict[str, int]:
+        """Trajectories and transitions held, and how many trajectories can be sampled."""
+        with self._lock:
+            window = self.sample_window_size or self.size
+            return {
+                "num_trajectories": self.size,
+                "total_samples": self.total_samples,
+                "cache_size": min(self.size, window),
+            }
+
+    def get_trajectory(self, number: int) -> Trajectory:
+        """A trajectory as it was added, tensors on the CPU.
+
+        Raises:
+            KeyError: It is not held.
+        """
+        with self._lock:
+            held = self._ledger[self._ledger.find(number)]
+            return next(self._trajectories([held]))[1]
+
+    def _trajectories(self, which: Iterable[Held]) -> Iterator[tuple[int, Trajectory]]:
+        """Trajectories with their numbers, one at a time."""
+        memory = self.memory
+        memory.flush()
+        yield from _read(memory.store, memory, which)
+
+    # ---- checkpoints
+
+    def save_checkpoint(self, save_path: Path) -> None:
+        """Save every trajectory held, and where the draws are; what was saved there before is written only once.
+
+        With ``trajectory_format="pt"`` as a directory that RLinf loads too; with ``"zarr"`` as a store, where
+        nothing is yet: hard links in the same file system.
+        """
+        with self._lock:
+            if self.trajectory_format == "zarr":
+                self.memory.flush()
+                copy(self._url, save_path, storage_options=self._options.get("storage_options"))
+                return
+            writer = DirectoryWriter(save_path, {"seed": self.seed, _STATE: self._draws()})
+            keys = {held.id: held.key for held in self._ledger}
+            new = [held for held in self._ledger if not writer.has(held.id, held.key)]
+            for number, trajectory in self._trajectories(new) if new else ():
+                writer.write(number, trajectory, keys[number])
+            writer.finish()
+
+    def _draws(self) -> dict[str, int]:
+        state = self._memory.reader.state_dict() if self._memory is not None else {}
+        return {name: state[name] for name in ("seed", "counter") if name in state}
+
+    def load_checkpoint(
+        self,
+        load_path: Path,
+        is_distributed: bool = False,
+        local_rank: int = 0,
+        world_size: int = 1,
+        *,
+        trusted: bool = False,
+    ) -> None:
+        """Hold what a checkpoint holds, in place of what was held: one of RLinf's, or of this class.
+
+        Args:
+            load_path: The directory.
+            is_distributed: Take a share of it only: contiguous blocks of trajectories, the first ranks one more.
+            local_rank: Whose share.
+            world_size: Of how many.
+            trusted: Whether to load pickled trajectories; see `Directory`.
+
+        Raises:
+            FormatError: It can't be read; what was held still is, unless a later file is at fault.
+        """
+        rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
+        with self._lock:
+            source = _Directory(load_path, trusted) if is_directory_of_rlinf(load_path) else _Store(load_path)
+            chosen = share_of(source.numbers, rank, ranks)
+            self.clear()
+            for number in chosen:
+                trajectory = source.load(number)
+                check_alike([trajectory])
+                self._add(number, self._checked([trajectory])[0])
+            if self._memory is not None:
+                self._go_on(source.draws, rank, ranks)
+
+    def _go_on(self, draws: Any, rank: int, ranks: int) -> None:
+        """Go on with the draws of a checkpoint; ranks with draws of their own."""
+        reader = self.memory.reader
+        start = {"seed": rank_seed(self.seed, rank, ranks), "counter": 0} if ranks > 1 else draws
+        if isinstance(start, dict) and all(type(start.get(name)) is int for name in ("seed", "counter")):
+            reader.load_state_dict({**reader.state_dict(), **start})
+
+    # ---- the end
+
+    def clear(self) -> None:
+        """Hold nothing any more; numbers begin at 0 again."""
+        with self._lock:
+            if self._memory is not None:
+                self._memory.clear()
+            self._ledger = Ledger()
+
+    def clear_cache(self) -> None:
+        """Forget what was decoded; the trajectories stay."""
+        if self._memory is not None:
+            self._memory.reader.invalidate()
+
+    def flush(self) -> None:
+        """Make durable what was added; raises what went wrong behind."""
+        if self._memory is not None:
+            self.memory.flush()
+
+    def close(self, wait: bool = True) -> None:
+        """Make durable what was added and release everything; raises what went wrong behind.
+
+        Args:
+            wait: Accepted; it is always waited for.
+        """
+        with self._lock:
+            self._is_closed = True
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
+                if not self.auto_save:
+                    forget(self._url)
+
+
+class _Directory:
+    """A checkpoint in RLinf's files."""
+
+    def __init__(self, path: Path, trusted: bool) -> None:
+        self._directory = Directory(path, trusted=trusted)
+        self._entries = {entry.id: entry for entry in self._directory.entries}
+        self.numbers = list(self._entries)
+        self.draws = self._directory.metadata.get(_STATE)
+        if missing := self._directory.missing:
+            warnings.warn(
+                f"{os.fspath(path)}: {len(missing)} of {len(missing) + len(self.numbers)} trajectories are listed "
+                f"and have no file: {missing[:5]}",
+                stacklevel=3,
+            )
+
+    def load(self, number: int) -> Trajectory:
+        return self._directory.load(self._entries[number])
+
+
+class _Store:
+    """A checkpoint as a store."""
+
+    draws = None
+
+    def __init__(self, path: Path) -> None:
+        self._store = open_store(path)
+        self._held = {held.id: held for held in _ledger_of(self._store)}
+        self.numbers = list(self._held)
+        self._reader = Reader(self._store) if self.numbers else None
+
+    def load(self, number: int) -> Trajectory:
+        assert self._reader is not None
+        return next(_read(self._store, self._reader, [self._held[number]]))[1]
+
+
+def _read(store: Store, source: Buffer | Reader, which: Iterable[Held]) -> Iterator[tuple[int, Trajectory]]:
+    table, schema, streams = store.refresh().episodes, source.schema, source.streams
+    assert schema is not None
+    for held in which:
+        yield held.id, read_trajectory(held, table, schema, streams, source.at)
+
+
+def _ledger_of(store: Store) -> Ledger:
+    columns = store.schema.episode if store.schema is not None else {}
+    if list(columns) != list(COLUMNS):
+        raise DataError(f"{store.url}: a store, but not one of trajectories of RLinf's")
+    return Ledger.of(store.episodes)
+
+
+def _of_old_names(options: dict[str, Any]) -> dict[str, Any]:
+    """Take RLinf's former names out of the options."""
+    found = {}
+    for old, new in _RENAMED.items():
+        if old in options:
+            warnings.warn(f"{old} is now called {new}", DeprecationWarning, stacklevel=3)
+            found[new] = options.pop(old)
+    if "auto_save_path" in found:
+        found.setdefault("auto_save", True)
+    return found
+
+
+def _checked_format(name: str) -> str:
+    if name == "pkl":
+        raise ValueError("trajectory_format: a pickle can run any code when it is loaded; use 'pt' or 'zarr'")
+    if name not in ("pt", "zarr"):
+        raise ValueError(f"trajectory_format: expected 'pt' or 'zarr', got {name!r}")
+    return name
+
+
+def _rank() -> tuple[int, int]:
+    """Of torch.distributed, where it is in use: rank and number of ranks."""
+    is_used = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if is_used else (0, 1)

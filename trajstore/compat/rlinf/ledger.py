@@ -1,0 +1,120 @@
+"""Which trajectories a buffer holds, and which episodes of its store they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from trajstore.episodes import EpisodeTable
+from trajstore.schema import Array
+
+_FIRST_ROOM = 256
+
+
+class Held(NamedTuple):
+    """A trajectory: its episodes follow each other in one stream."""
+
+    id: int
+    stream: str
+    first_episode: int
+    n_episodes: int
+    n_samples: int
+
+    @property
+    def key(self) -> str:
+        """What no other trajectory is ever called."""
+        return f"{self.stream}/{self.first_episode}"
+
+
+class Ledger:
+    """Trajectories, oldest first; sums are kept, so that no question costs more the more there are."""
+
+    def __init__(self) -> None:
+        # id, stream, first episode, episodes, samples, and the episodes and samples before it
+        self._data = np.empty((7, _FIRST_ROOM), np.int64)
+        self._first = self._stop = 0
+        self._n_episodes = self._n_samples = 0  # ever
+        self._streams: list[str] = []
+        self.counter = 0  # the number of the next trajectory
+
+    @classmethod
+    def of(cls, table: EpisodeTable) -> Ledger:
+        """What a store holds; episodes of a trajectory that is not there whole count for the one before it."""
+        ledger = cls()
+        if not len(table):
+            return ledger
+        number = np.ma.filled(table["trajectory"], -1)
+        expected = np.ma.filled(table["trajectory_steps"] * table["trajectory_envs"], 0)
+        stream, episode, length = table["stream"], table["episode"], table["length"]
+        is_new = np.ones(len(table), bool)
+        is_new[1:] = (number[1:] != number[:-1]) | (stream[1:] != stream[:-1])
+        start = np.flatnonzero(is_new)
+        sizes, counts = np.add.reduceat(length, start), np.diff(np.append(start, len(table)))
+        for i, size, n in zip(start.tolist(), sizes.tolist(), counts.tolist(), strict=True):
+            if number[i] >= 0 and size == expected[i]:
+                ledger.push(Held(int(number[i]), str(stream[i]), int(episode[i]), n, size))
+            else:
+                ledger.leave(n)
+        return ledger
+
+    def __len__(self) -> int:
+        return self._stop - self._first
+
+    @property
+    def ids(self) -> Array:
+        return self._data[0, self._first : self._stop]
+
+    @property
+    def n_samples(self) -> int:
+        return self._n_samples - int(self._data[6, self._first]) if len(self) else 0
+
+    def __getitem__(self, i: int) -> Held:
+        number, stream, *rest = self._data[:5, self._first + i].tolist()
+        return Held(number, self._streams[stream], *rest)
+
+    def __iter__(self) -> Iterator[Held]:
+        return (self[i] for i in range(len(self)))
+
+    def push(self, held: Held) -> None:
+        """Take in a trajectory that is newer than all others."""
+        if self._stop == self._data.shape[1]:
+            kept = self._data[:, self._first : self._stop]
+            self._data = np.empty((7, max(_FIRST_ROOM, 2 * kept.shape[1])), np.int64)
+            self._data[:, : kept.shape[1]] = kept
+            self._first, self._stop = 0, kept.shape[1]
+        if held.stream not in self._streams[-1:]:
+            self._streams.append(held.stream)
+        stream = len(self._streams) - 1
+        sums = self._n_episodes, self._n_samples
+        self._data[:, self._stop] = (held.id, stream, held.first_episode, held.n_episodes, held.n_samples, *sums)
+        self._stop += 1
+        self._n_episodes += held.n_episodes
+        self._n_samples += held.n_samples
+        self.counter = max(self.counter, held.id + 1)
+
+    def leave(self, n_episodes: int) -> None:
+        """Count episodes of no trajectory that came after the newest one."""
+        self._n_episodes += n_episodes
+
+    def n_episodes(self, n: int) -> int:
+        """Episodes since the beginning of the n-th newest trajectory."""
+        return self._n_episodes - int(self._data[5, self._stop - n]) if n else 0
+
+    def drop(self, n: int) -> int:
+        """Forget the oldest trajectories; returns how many episodes that are."""
+        before = self.n_episodes(len(self))
+        self._first += n
+        return before - self.n_episodes(len(self))
+
+    def find(self, number: int) -> int:
+        """The place of a trajectory, the newest of that number.
+
+        Raises:
+            KeyError: It is not held.
+        """
+        found = np.flatnonzero(self.ids == number)
+        if not len(found):
+            raise KeyError(f"no trajectory {number}; there are {len(self)}")
+        return int(found[-1])

@@ -1,0 +1,190 @@
+"""The durable side of a storage: rows in an append-only log, the newest of a slot counts."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore import checkpoints
+from trajstore.compat.torchrl.layout import HEADER, Layout, Leaves
+from trajstore.compat.torchrl.past import Past
+from trajstore.compat.torchrl.slots import SET, Slots
+from trajstore.errors import DataError
+from trajstore.reader import Reader
+from trajstore.record import CommitRecord, first_rows
+from trajstore.schema import Array, flatten, nest
+from trajstore.sizes import parse_bytes
+from trajstore.snapshot import Snapshot
+from trajstore.store import Store
+from trajstore.sweeping import Sweeper
+from trajstore.windows import Windows
+
+_BLOCK_ROWS = 8192
+ReadRows = Callable[[Array], Leaves]
+
+
+class Log:
+    """Rows by slot in a store: row i of a session is step i % 1024 of episode i // 1024 of its stream.
+
+    A row is never changed; writing a slot again appends another. A session that begins finds the newest row of
+    every slot by reading the headers. What no slot holds any more is evicted from the front; when more than half of
+    what is left is of no use, rows at the front are appended again. Nothing is evicted before whatever took its
+    place is durable, so a crash at any instruction finds every slot as some commit left it. One process at a time.
+
+    Args:
+        store: Where the rows go; has the schema of the layout.
+        layout: What a row holds.
+        n_slots: How many slots there are.
+        paged: Fields that `read` is asked for.
+        cache_bytes: Bound of the memory for decoded chunks of these.
+        device: Where they are decoded to.
+        grace_s: How long evicted rows stay on storage.
+        options: Of the writer; ``buffer_bytes`` among them.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        n_slots: int,
+        *,
+        paged: Sequence[str],
+        cache_bytes: int,
+        device: torch.device,
+        grace_s: float,
+        options: Mapping[str, Any],
+    ) -> None:
+        snapshot = store.refresh()
+        past = Past(snapshot)
+        if len(past.place) > n_slots:
+            raise DataError(
+                f"max_size: {store.url} holds {len(past.place)} slots, got room for {n_slots}; use a larger max_size"
+            )
+        self.past, self.epoch, self.cursor = past, past.epoch, past.cursor
+        self.slots = Slots(n_slots)
+        self.slots.recall(past.place, past.n_places)
+        self._schema, self._storage = layout.schema, snapshot.storage
+        self._told = 0  # the front that the sweeper knows
+        self._due: tuple[int, int] | None = None  # a front, and the rows that must be durable before it is told
+        dead = [record.id for record in snapshot.streams if not record.is_sealed]
+        self._writer = store.writer(f"session-{past.session}", world=uuid.uuid4().hex, dead=dead, **options)
+        # Of all records only those of the newest session count, so it says again what is gone.
+        marks = first_rows(snapshot.streams)
+        self._writer.set_view(first_rows={stream: row for stream, row in marks.items() if row})
+        self._streams = [*past.streams, self._writer.stream]
+        self._starts = np.cumsum([0, *past.streams.values()])
+        self._sweeper = Sweeper(
+            self._storage, self._writer, grace_s=grace_s, pins=self._pins, records=self._records
+        )
+        # Made before anything is appended, so that it shows what is not committed yet.
+        self._reader = (
+            Reader(snapshot, device=device, cache_bytes=cache_bytes, writer=self._writer, streams=self._streams)
+            if paged
+            else None
+        )
+        buffer_bytes = parse_bytes(options["buffer_bytes"], "buffer_bytes")
+        self.block_rows = max(1, min(_BLOCK_ROWS, buffer_bytes // 8 // layout.row_bytes))
+
+    # ---- rows
+
+    def append(self, slots: Array, rows: Leaves, read: ReadRows) -> None:
+        """Append rows ``[n, ...]`` for slots, each at most once; evict what is of no use any more.
+
+        Args:
+            slots: Where they go.
+            rows: By field.
+            read: Gives the rows of slots, to be appended again.
+        """
+        self._sweeper.raise_pending()
+        for start in range(0, len(slots), self.block_rows):
+            part = slice(start, start + self.block_rows)
+            self._append(slots[part], {path: leaf[part] for path, leaf in rows.items()})
+        while self.slots.is_sparse:
+            oldest = self.slots.oldest(self.block_rows)
+            for start in range(0, len(oldest), self.block_rows):
+                again = oldest[start : start + self.block_rows]
+                self._append(again, read(again))
+        self._tell_front()
+
+    def _append(self, slots: Array, rows: Leaves) -> None:
+        header = np.empty((len(slots), 3), np.int64)
+        header[:, 0], header[:, 1], header[:, 2] = slots, self.cursor, self.epoch
+        first = self.slots.n_places - self.past.n_places
+        is_last = (first + 1 + np.arange(len(slots))) % SET == 0
+        data = {path: leaf[:, None].cpu() for path, leaf in rows.items()} | {HEADER: header[:, None]}
+        self._writer.append_rollout(nest(data), envs=[0], truncated=is_last[:, None])
+        self.slots.append(slots)
+
+    def read(self, field: str, slots: Array) -> torch.Tensor:
+        """Values of a paged field."""
+        assert self._reader is not None  # there are paged fields
+        place = self.slots.place[slots]
+        if len(place) and place.min() < 0:
+            raise IndexError(f"slot {int(slots[place.argmin()])} holds no row")
+        stream = np.searchsorted(self._starts, place, side="right") - 1
+        # Of streams without rows, which start where the next one does, the last is meant: that is what right gives.
+        row = place - self._starts[stream]
+        handles = torch.from_numpy(np.stack([stream, row // SET, row % SET], 1))
+        found: torch.Tensor = flatten(self._reader.at(handles, Windows(fields=(field,), squeeze=True)))[field]
+        return found
+
+    def clear(self) -> None:
+        """Forget all rows; they go with the next commit."""
+        self.epoch, self.cursor = self.epoch + 1, -1
+        self.slots.clear()
+        self._tell_front()
+
+    # ---- eviction
+
+    def _tell_front(self) -> None:
+        """Let storage go that no slot needs, once what took its place is durable."""
+        if self._due is not None and self._writer.committed_rows >= self._due[1]:
+            self._told, self._due = self._due[0], None
+            self._sweeper.want(self._marks(self._told))
+        front = self.slots.front
+        if self._due is None and front - self._told > max(SET - 1, (self.slots.n_places - self._told) // 64):
+            self._due = front, self.slots.n_places - self.past.n_places
+
+    def _marks(self, front: int) -> dict[str, int]:
+        """By stream, the first row that is wanted, if those before this place are not."""
+        own = max(0, front - self.past.n_places)
+        ends = zip(self.past.streams.items(), self._starts.tolist(), strict=False)
+        marks = {stream: min(max(0, front - start), rows) for (stream, rows), start in ends}
+        return {stream: row for stream, row in {**marks, self._writer.stream: own}.items() if row}
+
+    def _pins(self) -> dict[str, int]:
+        return checkpoints.pins(self._storage)
+
+    def _records(self) -> tuple[CommitRecord, ...]:
+        return Snapshot.load(self._storage, self._schema).streams
+
+    # ---- durability
+
+    def flush(self) -> None:
+        """Make all rows durable."""
+        self._sweeper.raise_pending()
+        self._writer.commit()
+        self._tell_front()
+
+    def close(self) -> None:
+        """Make all rows durable and release everything; may be called again."""
+        if self._writer.is_closed:
+            return
+        self._writer.commit()
+        self._sweeper.close()
+        if self.slots.n_places > self.past.n_places:  # else there is no record that could say it
+            marks = self._marks(self.slots.front)
+            own = marks.pop(self._writer.stream, None)
+            said = self._writer.first_rows
+            marks = {stream: max(row, said.get(stream, 0)) for stream, row in marks.items()}
+            self._writer.set_view(first_row=own, first_rows=marks)
+        self._writer.close()
+
+    def stats(self) -> dict[str, Any]:
+        """Rows in the log and rows that slots hold; what was deleted."""
+        rows = {"n_rows": self.slots.n_places - self.slots.front, "n_live": self.slots.n_live}
+        return {**rows, "writer": self._writer.stats(), "storage": self._sweeper.stats()}

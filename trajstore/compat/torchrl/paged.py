@@ -1,0 +1,96 @@
+"""A tensor whose rows stay in the log until they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from trajstore.errors import DataError
+
+Read = Callable[[torch.Tensor], torch.Tensor]
+_aten = torch.ops.aten
+_SAME = {_aten.detach.default, _aten.alias.default}
+
+
+class PagedTensor(torch.Tensor):
+    """Rows by slot. Slices of the first axis stay unread, indexing reads the rows, anything else reads all.
+
+    It can't be written to: rows are written through the storage.
+    """
+
+    _read: Read
+    _rows: range
+
+    @staticmethod
+    def __new__(
+        cls, read: Read, rows: range, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> PagedTensor:
+        made: PagedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, (len(rows), *shape), dtype=dtype, device=device
+        )
+        made._read, made._rows = read, rows
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def read(self) -> torch.Tensor:
+        """All rows."""
+        return self._at(torch.arange(len(self._rows)))
+
+    def sliced(self, rows: range) -> PagedTensor:
+        return PagedTensor(self._read, rows, tuple(self.shape[1:]), self.dtype, self.device)
+
+    def _at(self, index: torch.Tensor) -> torch.Tensor:
+        index = index.cpu()
+        n = len(self._rows)
+        if index.numel() and not -n <= int(index.min()) <= int(index.max()) < n:
+            raise IndexError(f"index: expected {-n} to {n - 1}, got {int(index.min())} to {int(index.max())}")
+        slots = self._rows.start + self._rows.step * torch.where(index < 0, index + n, index)
+        rows = self._read(slots.reshape(-1))
+        return rows.reshape(*index.shape, *self.shape[1:])
+
+    def is_shared(self) -> bool:
+        return False
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"PagedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            raise DataError(f"{func._schema.name}: rows of a storage that is read by pages can't be changed in place;"
+                            " write them with rb[index] = data")  # fmt: skip
+        found = _of_rows(func, args) if isinstance(args[0], PagedTensor) else None
+        if found is not None:
+            return found
+        args, kwargs = tree_map(lambda x: x.read() if isinstance(x, PagedTensor) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _of_rows(func: Any, args: Any) -> torch.Tensor | None:
+    """What an operation on the first axis gives; None if it is another."""
+    paged, arguments = args[0], args[1:]
+    if func in _SAME:
+        return paged.sliced(paged._rows)  # type: ignore[no-any-return]
+    if func is _aten.slice.Tensor and (not arguments or arguments[0] == 0):
+        return paged.sliced(paged._rows[slice(*arguments[1:])])  # type: ignore[no-any-return]
+    if func is _aten.select.int and arguments[0] == 0:
+        return paged._at(torch.tensor(arguments[1]))  # type: ignore[no-any-return]
+    if func is _aten.index_select.default and arguments[0] == 0:
+        return paged._at(arguments[1])  # type: ignore[no-any-return]
+    if func is _aten.index.Tensor and arguments[0][0] is not None:
+        return _indexed(paged, *arguments[0])
+    return None
+
+
+def _indexed(paged: PagedTensor, first: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
+    if first.dtype in (torch.bool, torch.uint8):
+        return paged.read()[(first, *others)]
+    if all(index is None for index in others):
+        return paged._at(first)
+    rows, where = first.unique(return_inverse=True)  # each row is read once, then its elements are taken
+    return paged._at(rows)[(where, *(slice(None) if index is None else index for index in others))]

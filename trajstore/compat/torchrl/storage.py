@@ -1,0 +1,330 @@
+"""A storage for TorchRL's replay buffers whose rows live in a store: durable, compressed, at any URL."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import is_tensor_collection, is_tensorclass
+from torchrl.data import TensorStorage
+
+from trajstore.compat.torchrl.checkpointer import TrajStorageCheckpointer
+from trajstore.compat.torchrl.layout import Layout, Leaves, from_leaves, stacked, to_leaves
+from trajstore.compat.torchrl.generations import Generations
+from trajstore.compat.torchrl.table import Table
+from trajstore.errors import ClosedError, DataError
+from trajstore.schema import Array
+from trajstore.sizes import check_positive, parse_bytes
+from trajstore.store import Store
+
+
+class TrajStorage(TensorStorage):  # type: ignore[misc]
+    """Rows of a replay buffer of TorchRL, in memory as far as they fit a budget, and in a store at a URL.
+
+    It goes wherever a `LazyTensorStorage` goes. Every write is appended to a log, which is compressed and committed
+    in the background; a storage that is opened at the same URL later finds the rows of the last commit. All fields
+    are kept in memory by slot if they fit ``cache_bytes``; else the narrow ones are, and others are read by pages.
+
+    One process uses a URL at a time. `close` it at the end, or use it as a context manager; otherwise it is closed
+    when the process ends.
+
+    Args:
+        url: A directory, or an fsspec URL of memory, S3, GCS or Azure; None: compressed in RAM, until it is closed.
+        max_size: Rows to keep, all dimensions together.
+        ndim: Dimensions that are indexed; see `LazyTensorStorage`.
+        device: Where rows are kept in memory and given out.
+        cache_bytes: Bound of that memory.
+        grace_s: How long rows that were overwritten stay on storage, for others who read the store.
+        storage_options: Options for fsspec's filesystem; never stored.
+        fsync: Whether commits to a local directory survive a power cut.
+        options: Of the writer: ``commit_steps``, ``commit_seconds``, ``buffer_bytes``.
+
+    Raises:
+        DataError: The store at the URL holds more slots.
+    """
+
+    _default_checkpointer = TrajStorageCheckpointer
+    shared_init = False
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        max_size: int = 1_000_000,
+        *,
+        ndim: int = 1,
+        device: torch.device | str = "cpu",
+        cache_bytes: int | str = "1GiB",
+        grace_s: float = 10.0,
+        storage_options: Mapping[str, Any] | None = None,
+        fsync: bool = True,
+        **options: Any,
+    ) -> None:
+        check_positive("max_size", max_size)
+        super().__init__(None, max_size, device=device, ndim=ndim)
+        self._is_temporary = url is None
+        place = f"memory://torchrl-{uuid.uuid4().hex}" if url is None else url
+        self._generations = Generations(place, storage_options, fsync)
+        self._cache_bytes = parse_bytes(cache_bytes, "cache_bytes")
+        self._log_options = {"grace_s": grace_s, "options": options}
+        self._lock = threading.RLock()
+        self.table: Table | None = None
+        self._class: Any = None  # of what is given out, where it is no TensorDict
+        self._finalizer: weakref.finalize[[], Any] | None = None
+        self._is_closed = False
+        self._reopen()
+
+    def _reopen(self) -> None:
+        store = self._generations.open()
+        layout = Layout.of_store(store.schema) if store is not None else None
+        if store is None or layout is None:
+            return
+        table = self._make_table(store, layout)
+        table.restore()
+        self._show(table)
+        held, cursor = table.held, table.log.cursor
+        self._len = (int(held[-1]) + 1 if len(held) else 0) * self._n_lanes
+        self._set_last_cursor(cursor if cursor >= 0 else None)
+
+    def _make_table(self, store: Store, layout: Layout) -> Table:
+        lanes = layout.lanes(self.ndim)
+        n_slots = -(-self.max_size // lanes.numel())
+        return Table(store, layout, n_slots, self._cache_bytes, self.device, **self._log_options)
+
+    def _show(self, table: Table) -> None:
+        """From now on, rows are those of this table."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, table.log.close)
+        self.table, self._storage = table, from_leaves(table.leaves)
+        self.max_size = table.n_slots * self._n_lanes
+        self.__dict__.pop("_total_shape_value", None)
+        self.initialized = True
+
+    @property
+    def _n_lanes(self) -> int:
+        """Elements in a slot."""
+        return self.table.layout.lanes(self.ndim).numel() if self.table is not None else 1
+
+    # ---- writing
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write rows at slots: to the log, and to memory where they are kept there.
+
+        Keys that were not there before are added, with zeros in other rows; that copies the store once.
+
+        Raises:
+            DataError: Fields are missing, or of another dtype or shape than before; nothing was written.
+        """
+        data = stacked(data) if isinstance(data, list) else data
+        rows = _rows(data, is_one=_is_one(cursor))
+        with self._lock:
+            self._log_changes()
+            table = self._fitting(rows)
+            slots = _slots(cursor, table.n_slots, len(next(iter(rows.values()))))
+            if set_cursor:
+                table.log.cursor = int(slots[-1])
+            else:  # what is written over keeps the fields that it is not given
+                missing = [path for path in table.leaves if path not in rows]
+                rows |= {path: table.leaves[path][torch.from_numpy(slots)] for path in missing}
+            table.write(slots, rows)
+            self._class = type(data) if is_tensorclass(data) else None
+            if set_cursor:
+                self._set_last_cursor(cursor)
+                self._get_new_len(data, cursor)
+        super()._bump_mutation_revision()
+
+    def _fitting(self, rows: Leaves) -> Table:
+        """The table, with all fields of these rows."""
+        self._check_open()
+        came, table = Layout.of(rows), self.table
+        if table is None:
+            self._renew(came, lambda new: None)
+        elif not came.fields.keys() <= table.layout.fields.keys():
+            self._renew(table.layout.with_fields(came), table.copy_to)
+        assert self.table is not None
+        return self.table
+
+    def _renew(self, layout: Layout, fill: Callable[[Table], None]) -> None:
+        """Go on in a store of its own, once it is filled; a crash before that leaves the old one."""
+        new = self._make_table(self._generations.create_next(layout.schema), layout)
+        try:
+            fill(new)
+            new.log.flush()
+        except BaseException:
+            new.log.close()
+            self._generations.drop_next()
+            raise
+        if self.table is not None:
+            self.table.log.close()
+        self._generations.advance()
+        self._show(new)
+
+    def _empty(self) -> None:
+        with self._lock:
+            if self.table is not None:
+                self.table.log.clear()
+            self._set_last_cursor(None)
+            super()._empty()
+
+    # ---- changes in place
+
+    def _bump_mutation_revision(self) -> None:
+        """Called by TorchRL also after it has changed rows in memory."""
+        with self._lock:
+            self._log_changes()
+        super()._bump_mutation_revision()
+
+    def _log_changes(self) -> None:
+        # Which rows were changed nobody says, so all are appended again.
+        if self.table is not None and self.table.is_changed:
+            self.table.log_again(self.table.held)
+
+    def _apply_conditional_patch(self, index: torch.Tensor, patch: Mapping[Any, torch.Tensor]) -> None:
+        coordinates = tuple(index.unbind(-1)) if index.ndim > 1 else (index,)
+        with self._lock:
+            assert self.table is not None  # the patch was checked against it
+            self._log_changes()
+            for key, value in patch.items():
+                self._conditional_patch_leaf(key)[coordinates] = value
+            self.table.log_again(np.unique(coordinates[0].cpu().numpy()))
+        super()._bump_mutation_revision()
+
+    # ---- reading
+
+    def get(self, index: Any) -> Any:
+        """Rows at an index, or all values of a key; what is read by pages is read when it is used or indexed."""
+        data = super().get(index)
+        return data if self._class is None else self._class.from_tensordict(data)
+
+    def flatten(self) -> TensorStorage:
+        """The rows, one dimension only, in memory."""
+        return self if self.ndim == 1 else super().flatten()
+
+    # ---- going on
+
+    @property
+    def next_slot(self) -> int:
+        """The slot after the one that was written last in turn."""
+        cursor = self._last_cursor_index
+        return 0 if cursor is None or self.table is None else (cursor + 1) % self.table.n_slots
+
+    def flush(self) -> None:
+        """Make everything durable."""
+        with self._lock:
+            self._check_open()
+            self._log_changes()
+            if self.table is not None:
+                self.table.log.flush()
+
+    def close(self) -> None:
+        """Make everything durable and release it; without a URL, forget it. May be called again."""
+        with self._lock:
+            if self.table is not None and not self._is_closed:
+                self._log_changes()
+                self.table.log.close()
+            self._is_closed = True
+            if self._is_temporary:
+                self._generations.remove()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the storage is closed; open another at its URL")
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the log: rows in it, rows that slots hold, commits, deletions."""
+        return self.table.log.stats() if self.table is not None else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All rows, in memory; `dumps` writes them to a store instead."""
+        n = len(self) // self._n_lanes
+        leaves = self.table.rows(np.arange(n)) if self.table is not None and n else {}
+        return {"_storage": leaves, "_len": len(self), "_cursor": self._last_cursor_index}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Hold what the state says, and nothing else.
+
+        Raises:
+            DataError: It holds more rows than there is room for; nothing was changed.
+        """
+        leaves = state_dict["_storage"]
+        n = len(next(iter(leaves.values()), ()))
+        self.load_rows(Layout.of(leaves), [(np.arange(n), leaves)] if n else [], n, state_dict["_cursor"])
+
+    def load_rows(
+        self, layout: Layout, parts: Iterable[tuple[Array, Leaves]], n_slots: int, cursor: int | None
+    ) -> None:
+        """Hold these rows, by slot, and nothing else.
+
+        Raises:
+            DataError: They are more than there is room for; nothing was changed.
+        """
+        with self._lock:
+            self._check_open()
+            if not n_slots:
+                self._empty()
+                return
+            n_rows = n_slots * layout.lanes(self.ndim).numel()
+            if n_rows > self.max_size:
+                raise DataError(
+                    f"max_size: expected at least the {n_rows} rows that are loaded, got {self.max_size}"
+                )
+
+            def fill(table: Table) -> None:
+                table.log.cursor = -1 if cursor is None else cursor
+                for slots, rows in parts:
+                    table.write(slots, rows)
+
+            self._renew(layout, fill)
+            self._len = n_rows
+            self._set_last_cursor(cursor)
+        super()._bump_mutation_revision()
+
+    def __enter__(self) -> TrajStorage:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a TrajStorage belongs to its process and can't be pickled; let collectors hand their data to the"
+            " process that has it"
+        )
+
+
+def _is_one(cursor: Any) -> bool:
+    """Whether an index names one slot, so that what is written there has no dimension for it."""
+    return isinstance(cursor, (int, np.integer)) or getattr(cursor, "ndim", 1) == 0
+
+
+def _rows(data: Any, *, is_one: bool) -> Leaves:
+    if is_one and is_tensor_collection(data):
+        return to_leaves(data.unsqueeze(0))
+    leaves = to_leaves(data)
+    return {path: leaf[None] for path, leaf in leaves.items()} if is_one else leaves
+
+
+def _slots(cursor: Any, n_slots: int, n_rows: int) -> Array:
+    """The slots that an index names.
+
+    Raises:
+        DataError: They are not as many as there are rows.
+    """
+    if isinstance(cursor, tuple):
+        if len(cursor) != 1:
+            raise DataError(f"index: rows are written whole, by their first dimension; got {len(cursor)} indexes")
+        cursor = cursor[0]
+    index = cursor.cpu().numpy() if isinstance(cursor, torch.Tensor) else cursor
+    slots: Array = np.arange(n_slots)[list(index) if isinstance(index, range) else index].reshape(-1)
+    if len(slots) != n_rows:
+        raise DataError(f"index: expected as many slots as rows, got {len(slots)} slots and {n_rows} rows")
+    return slots

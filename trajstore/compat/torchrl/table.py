@@ -1,0 +1,166 @@
+"""Rows by slot: in memory as far as they fit, and in the log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.compat.torchrl.layout import Layout, Leaves, torch_dtype
+from trajstore.compat.torchrl.log import Log
+from trajstore.compat.torchrl.paged import PagedTensor
+from trajstore.schema import Array, Field
+from trajstore.store import Store
+
+_BUFFER_BYTES = 64 << 20
+_RESIDENT_PART = 2  # of the budget, where not everything fits: narrow fields get half
+
+
+class Table:
+    """A tensor ``[n_slots, ...]`` for every field, each resident or read by pages, backed by a log.
+
+    Args:
+        store: Of the log.
+        layout: What a row holds.
+        n_slots: How many there may be.
+        cache_bytes: Bound of the memory for rows.
+        device: Where that is.
+        grace_s: See `Log`.
+        options: Of the log's writer.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: Layout,
+        n_slots: int,
+        cache_bytes: int,
+        device: torch.device,
+        *,
+        grace_s: float,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.layout, self.n_slots, self._device = layout, n_slots, device
+        resident = _resident(layout, n_slots, cache_bytes)
+        paged = [path for path in layout.fields if path not in resident]
+        rest = max(cache_bytes - sum(layout.fields[path].row_bytes * n_slots for path in resident), 1)
+        # Rows that are not committed yet stand in the cache too, in at most half of it.
+        buffer_bytes = min(_BUFFER_BYTES, rest // 4) if paged else _BUFFER_BYTES
+        self.log = Log(
+            store,
+            layout,
+            n_slots,
+            paged=paged,
+            cache_bytes=rest,
+            device=device,
+            grace_s=grace_s,
+            options={"buffer_bytes": max(1, buffer_bytes), **options},
+        )
+        self.leaves: Leaves = {
+            path: self._memory(field) if path in resident else self._pages(path, field)
+            for path, field in layout.fields.items()
+        }
+        self._resident = {path: self.leaves[path] for path in resident}
+        self._note()
+
+    def _memory(self, field: Field) -> torch.Tensor:
+        with torch.inference_mode(False):  # else changes in place could not be noticed
+            return torch.empty((self.n_slots, *field.shape), dtype=torch_dtype(field), device=self._device)
+
+    def _pages(self, path: str, field: Field) -> torch.Tensor:
+        log = self.log
+        return PagedTensor(
+            lambda slots: log.read(path, slots.numpy()),
+            range(self.n_slots),
+            field.shape,
+            torch_dtype(field),
+            self._device,
+        )
+
+    def restore(self) -> None:
+        """Take up what earlier sessions left."""
+        for slots, rows in self.log.past.rows(list(self._resident)):
+            self._keep(torch.from_numpy(slots), rows)
+        self._note()
+
+    @property
+    def held(self) -> Array:
+        """The slots that hold a row."""
+        return np.flatnonzero(self.log.slots.place >= 0)
+
+    def rows(self, slots: Array) -> Leaves:
+        """Rows of some slots, by field."""
+        index = torch.from_numpy(slots).to(self._device)
+        return {path: leaf[index] for path, leaf in self.leaves.items()}
+
+    def blocks(self) -> Iterator[tuple[Array, Leaves]]:
+        """All rows, in order of their slots, some at a time."""
+        held, n = self.held, self.log.block_rows
+        for start in range(0, len(held), n):
+            slots = held[start : start + n]
+            yield slots, self.rows(slots)
+
+    def write(self, slots: Array, rows: Leaves) -> None:
+        """Write rows ``[n, ...]``; where a slot comes twice, the last one counts.
+
+        Raises:
+            DataError: They do not fit the layout; nothing was written.
+        """
+        self.layout.check(rows)
+        last = _last_of_each(slots)
+        if len(last) < len(slots):
+            slots, rows = slots[last], {path: leaf[torch.from_numpy(last)] for path, leaf in rows.items()}
+        self.log.append(slots, rows, self.rows)
+        self._keep(torch.from_numpy(slots), rows)
+        self._note()
+
+    def _keep(self, slots: torch.Tensor, rows: Leaves) -> None:
+        index = slots.to(self._device)
+        with torch.no_grad():
+            for path, leaf in self._resident.items():
+                leaf[index] = rows[path].to(self._device, leaf.dtype)
+
+    def _note(self) -> None:
+        self._versions = {path: leaf._version for path, leaf in self._resident.items()}
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has changed what is in memory, past `write`."""
+        return any(leaf._version != self._versions[path] for path, leaf in self._resident.items())
+
+    def log_again(self, slots: Array) -> None:
+        """Append what is in memory of these slots, after it was changed there."""
+        n = self.log.block_rows
+        for start in range(0, len(slots), n):
+            part = slots[start : start + n]
+            self.log.append(part, self.rows(part), self.rows)
+        self._note()
+
+    def copy_to(self, other: Table) -> None:
+        """Write all rows to a table with the same fields and perhaps more, which are zero then."""
+        other.log.cursor = self.log.cursor
+        more = {path: field for path, field in other.layout.fields.items() if path not in self.leaves}
+        for slots, rows in self.blocks():
+            zeros = {p: torch.zeros((len(slots), *f.shape), dtype=torch_dtype(f)) for p, f in more.items()}
+            other.write(slots, rows | zeros)
+
+
+def _resident(layout: Layout, n_slots: int, cache_bytes: int) -> set[str]:
+    """The fields to keep in memory whole: all if they fit, else the narrowest that fit a part of the budget."""
+    if layout.row_bytes * n_slots <= cache_bytes:
+        return set(layout.fields)
+    left, chosen = cache_bytes // _RESIDENT_PART, set()
+    for path, field in sorted(layout.fields.items(), key=lambda item: item[1].row_bytes):
+        left -= field.row_bytes * n_slots
+        if left >= 0:
+            chosen.add(path)
+    return chosen
+
+
+def _last_of_each(slots: Array) -> Array:
+    """Positions of the last appearance of every slot, in order."""
+    _, first = np.unique(slots[::-1], return_index=True)
+    last: Array = np.sort(len(slots) - 1 - first)
+    return last
