@@ -123,6 +123,36 @@ def frame(
 
 
 @compiled
+def after(
+    entry: Array,
+    inside: Array,
+    n_step: Array,
+    good: int,
+    logical: Array,
+    flags: Array,
+    taken: Array,
+    position: Array,
+    is_terminal: Array,
+) -> None:
+    """Where each step's transition leads, at most ``n_step`` on: steps taken, position, whether nothing follows.
+
+    Episodes with one of the flags ``good`` may be left by their last step.
+    """
+    for b in range(len(entry)):
+        e = entry[b]
+        flag = flags[e]
+        has_final = flag & HAS_FINAL
+        n = logical[e + 1] - logical[e] - has_final
+        stop = n - 1 + (1 if flag & good != 0 else 0)
+        for j in range(inside.shape[1]):
+            ahead = min(max(stop - inside[b, j], 0), n_step[b])
+            reached = inside[b, j] + ahead
+            taken[b, j] = ahead
+            position[b, j] = min(reached, n - 1 + has_final)
+            is_terminal[b, j] = (reached == n) & (flag & TERMINATED != 0)
+
+
+@compiled
 def rows(
     entry: Array,
     position: Array,

@@ -92,7 +92,7 @@ class Planner:
         device = index.device
         self._relative = relative(spec, device)
         self._is_learning = (self._relative >= 0) & (self._relative <= spec.reach)
-        self._needs_facts = spec.needs_next or bool(spec.stacks)
+        self._needs_facts = spec.n_step is not None or bool(spec.stacks)
         self._constants = (self._relative.numpy(), self._is_learning.numpy()) if kernels is not None else ()
         self._offsets = [torch.tensor(steps, device=device) for _, steps in self._stacks]
 
@@ -218,6 +218,8 @@ class Planner:
     def _after(self, steps: _Steps, draw: Draw) -> After:
         """Where each step's transition leads: n steps on, or to where the episode stops before."""
         good = HAS_FINAL if self._schema.reward_alignment == "observation" else HAS_FINAL | TERMINATED
+        if self._kernels is not None and steps.entry.dim() == 1:
+            return self._compiled_after(steps, draw, good)
         stop = steps.n - 1 + ((steps.flags & good) != 0)
         ahead = (stop - steps.inside).clamp(min=0)
         low = self._spec.n_range[0]
@@ -226,6 +228,17 @@ class Planner:
         is_terminal = (position == steps.n) & ((steps.flags & TERMINATED) != 0)
         last_row = steps.n - 1 + (steps.flags & HAS_FINAL)
         return After(taken, torch.minimum(position, last_row), is_terminal)
+
+    def _compiled_after(self, steps: _Steps, draw: Draw, good: int) -> After:
+        assert self._kernels is not None
+        index, shape = self._index, tuple(steps.inside.shape)
+        n = np.full(shape[0], self._spec.n_range[0]) if draw.n is None else draw.n.numpy()
+        integers, is_terminal = np.empty((2, *shape), np.int64), np.empty(shape, np.bool_)
+        facts = index.logical.host, index.flags.host
+        outputs = *integers, is_terminal
+        self._kernels.after(steps.entry.numpy(), steps.inside.numpy(), n, good, *facts, *outputs)
+        taken, position, ends = map(torch.from_numpy, outputs)
+        return After(taken, position, ends)
 
     def _want_fields(self, steps: _Steps, wanted: dict[str, Wanted], exists: dict[str, torch.Tensor]) -> None:
         rows = steps.rows or self._index.rows(steps.entry, steps.inside)

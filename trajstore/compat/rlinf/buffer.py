@@ -109,15 +109,16 @@ class TrajectoryReplayBuffer:
             return
         if store.schema is not None:
             self._ledger = _ledger_of(store)
-            self._open(None)
+            self._open(store.schema)
 
-    def _open(self, schema: Schema | None) -> Buffer:
+    def _open(self, schema: Schema) -> Buffer:
         self._check()
         if self._memory is None:
             # Ranks have stores of their own here, as they have with RLinf: none waits for others.
             self._memory = Buffer(
                 self._url,
                 schema=schema,
+                sample=sampling(schema),
                 device=str(self.device),
                 seed=rank_seed(self.seed, *_rank()),
                 **{"rank": 0, "world_size": 1, **self._options},
@@ -212,9 +213,7 @@ class TrajectoryReplayBuffer:
             if not held:
                 raise NotReadyError("Cannot sample from an empty buffer: add trajectories first")
             recent = self._ledger.n_episodes(window) if 0 < window < held else None
-            assert memory.schema is not None
-            windows = sampling(memory.schema)
-        return to_batch(memory.sample(num_chunks, windows, recent_episodes=recent))
+        return to_batch(memory.sample(num_chunks, recent_episodes=recent))
 
     # ---- what there is
 
