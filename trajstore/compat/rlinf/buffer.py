@@ -92,7 +92,7 @@ class TrajectoryReplayBuffer:
         self._lock = threading.RLock()
         self._ledger = Ledger()
         self._memory: Buffer | None = None
-        self._is_closed = False
+        self._is_closed = self._is_apart = False
         if self.auto_save:
             self._reopen()
 
@@ -120,10 +120,21 @@ class TrajectoryReplayBuffer:
                 schema=schema,
                 sample=sampling(schema),
                 device=str(self.device),
-                seed=rank_seed(self.seed, *_rank()),
+                seed=self._own_seed(*_rank()),
                 **{"rank": 0, "world_size": 1, **self._options},
             )
         return self._memory
+
+    def _own_seed(self, rank: int, ranks: int) -> int:
+        seed = rank_seed(self.seed, rank, ranks)
+        return rank_seed(seed, 1, 2) if self._is_apart else seed
+
+    def draw_apart(self) -> None:
+        """Draw other numbers than a buffer of the same seed does; said before the first batch."""
+        with self._lock:
+            self._is_apart = True
+            if self._memory is not None:
+                self._go_on({"seed": self._own_seed(*_rank()), "counter": 0})
 
     @property
     def memory(self) -> Buffer:
@@ -333,15 +344,14 @@ class TrajectoryReplayBuffer:
                 trajectory = source.load(number)
                 check_alike([trajectory])
                 self._add(number, self._checked([trajectory])[0])
-            if self._memory is not None:
-                self._go_on(source.draws, rank, ranks)
+            if self._memory is not None:  # ranks go on with draws of their own
+                self._go_on({"seed": self._own_seed(rank, ranks), "counter": 0} if ranks > 1 else source.draws)
 
-    def _go_on(self, draws: Any, rank: int, ranks: int) -> None:
-        """Go on with the draws of a checkpoint; ranks with draws of their own."""
+    def _go_on(self, draws: Any) -> None:
+        """Go on with the draws of a checkpoint, if it has them."""
         reader = self.memory.reader
-        start = {"seed": rank_seed(self.seed, rank, ranks), "counter": 0} if ranks > 1 else draws
-        if isinstance(start, dict) and all(type(start.get(name)) is int for name in ("seed", "counter")):
-            reader.load_state_dict({**reader.state_dict(), **start})
+        if isinstance(draws, dict) and all(type(draws.get(name)) is int for name in ("seed", "counter")):
+            reader.load_state_dict({**reader.state_dict(), "seed": draws["seed"], "counter": draws["counter"]})
 
     # ---- the end
 

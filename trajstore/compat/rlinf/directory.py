@@ -82,6 +82,16 @@ class Directory:
             raise FormatError(f"{self.path}: trajectory {number} could be any of {names}; remove the others")
         return exact[0] if exact else None
 
+    def complete(self) -> list[Entry]:
+        """The same entries, with all that an index says of them; reads the files where it does not."""
+        found = []
+        for entry in self.entries:
+            info = entry.info if "num_samples" in entry.info else info_of(entry.id, self.load(entry))
+            match = _FILE.fullmatch(entry.path.name)
+            assert match is not None
+            found.append(Entry(entry.id, entry.path, {**info, "model_weights_id": match[2]}))
+        return found
+
     def load(self, entry: Entry) -> Trajectory:
         """Read a trajectory.
 
