@@ -99,6 +99,18 @@ def memory() -> str:
 # ---- the ordinary life ----------------------------------------------------------------------------------
 
 
+def test_a_step_that_was_just_appended_can_be_given_a_priority_and_a_column(memory: str) -> None:
+    with new_buffer(memory, priorities=Priorities()) as buffer:
+        buffer.add_column("advantage", Field("float32"))
+        for t in range(3):
+            handle = buffer.append(step(0, t))
+            index = torch.tensor([[0, handle.episode, handle.t]])
+            assert buffer.update_priorities(index, torch.tensor([t + 1.0])) == 0
+            handle = buffer.append(step(1, t), env=1)
+            index = torch.tensor([[0, handle.episode, handle.t]])
+            assert buffer.write_column("advantage", index, torch.tensor([t + 1.0])) == 0
+
+
 def test_what_is_appended_can_be_sampled_at_once_and_is_stored_behind(memory: str) -> None:
     with new_buffer(memory) as buffer:
         handle = buffer.append(step(0, 0), env=0)

@@ -177,6 +177,7 @@ class Reader:
             DataError: An index is of no step here, or a priority is not finite or below 0; nothing was changed.
         """
         with self._source.lock:
+            self._source.publish()  # a step's handle is valid from the moment that it is appended
             return self._sampler.update(index, priority, windows)
 
     def save_priorities(self, writer: Writer) -> int:
@@ -244,6 +245,7 @@ class Reader:
             How many were ignored because their steps were evicted meanwhile.
         """
         with self._source.lock:
+            self._source.publish()
             return self._derived.write(name, index, values, 1 if windows is None else windows.stride)
 
     def write_all(self, name: str, values: Any) -> int:
