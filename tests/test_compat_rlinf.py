@@ -483,7 +483,7 @@ options = {"fsync": False, "commit_seconds": 0.01, "buffer_bytes": "64KiB"}
 buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=sys.argv[1], **options)
 number = len(buffer)
 while True:
-    buffer.add_trajectories([trajectory(number, n_steps=20, breaks=(5,))])
+    buffer.add_trajectories([trajectory(number, n_steps=90, breaks=(5,))])
     number += 1
     print(number, flush=True)
 """
@@ -504,10 +504,11 @@ def test_a_killed_writer_leaves_whole_trajectories_and_a_buffer_that_goes_on(tmp
         n = len(buffer)
         assert n >= n_before
         assert buffer.trajectory_ids == list(range(n))
+        assert buffer.memory.n_steps == buffer.total_samples, "parts of trajectories are left"
         if n:
             for number in (0, n // 2, n - 1):
-                same(buffer.get_trajectory(number), trajectory(number, n_steps=20, breaks=(5,)))
-            given = {number: trajectory(number, n_steps=20, breaks=(5,)) for number in range(n + 1)}
+                same(buffer.get_trajectory(number), trajectory(number, n_steps=90, breaks=(5,)))
+            given = {number: trajectory(number, n_steps=90, breaks=(5,)) for number in range(n + 1)}
             check_rows(buffer.sample(100), given)
         buffer.close()
         n_before = n

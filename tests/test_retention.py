@@ -209,6 +209,20 @@ def test_the_oldest_episodes_can_be_evicted_on_demand() -> None:
         assert buffer.n_steps == n_steps - sum(lengths[:5])
         with pytest.raises(ValueError, match="n_episodes: expected a positive integer, got 0"):
             buffer.evict(0)
+        with pytest.raises(ValueError, match="evict: say either n_episodes or where"):
+            buffer.evict()
+
+
+def test_episodes_of_a_choice_can_be_evicted() -> None:
+    with new_buffer(fresh()) as buffer:
+        for number in range(5):
+            buffer.add_episode(episode(0, number + 1), terminated=True, env=7)
+        buffer.flush()
+        assert buffer.evict(where=lambda table: table["length"] % 2 == 0) == 2 + 4
+        assert {e for _, e, _ in here(buffer)} == {0, 2, 4}
+        assert buffer.evict(where=lambda table: table["length"] % 2 == 0) == 0
+        assert buffer.evict(1) == 1
+        assert {e for _, e, _ in here(buffer)} == {2, 4}
 
 
 @pytest.fixture

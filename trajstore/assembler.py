@@ -271,11 +271,11 @@ class Assembler:
 
     def new_kind(self, windows: Windows, where: Where | None = None) -> Kind:
         with_observation = self.schema.reward_alignment == "observation"
-        mask = None if where is None else lambda: self._mask(where)
+        mask = None if where is None else lambda: self.mask(where)
         starts = Starts(self.index, windows, with_observation, mask, self.kernels)
         return Kind(windows, starts, Planner(self.index, self.schema, windows, self.kernels))
 
-    def _mask(self, where: Where) -> Array:
+    def mask(self, where: Where) -> Array:
         """Which index entries a function of the episode table chooses."""
         table = self.snapshot.episodes
         chosen = np.asarray(where(table))

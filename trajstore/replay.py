@@ -576,13 +576,28 @@ class ReplayBuffer:
                 raise ValueError("no policy versions are kept; set policy_version before collecting")
             return self._remove(self._reader.column(VERSION) < version)
 
-    def evict(self, n_episodes: int) -> int:
-        """Evict the oldest episodes; those that are open stay. Returns how many steps went."""
-        check_positive("n_episodes", n_episodes)
+    def evict(self, n_episodes: int | None = None, *, where: Where | None = None) -> int:
+        """Evict episodes. Returns how many steps went.
+
+        Args:
+            n_episodes: So many of the oldest, but for those that are open.
+            where: Those that are committed and that this function of the episode table says True for; of those that
+                are open, the steps they have.
+        """
+        if (n_episodes is None) == (where is None):
+            raise ValueError("evict: say either n_episodes or where")
+        if n_episodes is not None:
+            check_positive("n_episodes", n_episodes)
         self._check()
         with self._source.lock:
             self._source.publish()
-            return self._removed(self._retainer.drop_oldest(n_episodes))
+            if n_episodes is not None:
+                chosen = self._retainer.oldest(n_episodes)
+            else:
+                assert where is not None
+                chosen = np.flatnonzero(self._source.mask(where)[self._source.index.first :])
+                chosen += self._source.index.first
+            return self._removed(self._retainer.drop_episodes(chosen))
 
     def clear(self) -> int:
         """Evict everything; episodes that are open go on. Returns how many steps went."""

@@ -290,20 +290,26 @@ class Retainer:
         index = self._source.index
         if index.n_episodes <= limit:
             return
-        self._drop_first("episodes", index.n_episodes - limit + limit // PART)
+        self._drop("episodes", self.oldest(index.n_episodes - limit + limit // PART))
 
-    def _drop_first(self, cause: str, n: int) -> None:
-        """Evict those of the oldest ``n`` episodes that ended."""
+    def oldest(self, n: int) -> Array:
+        """Entries of those of the oldest ``n`` episodes that ended, in order of their ends."""
         index = self._source.index
         entry = np.arange(index.first, min(index.n, index.first + n))
-        entry = entry[(index.flags.host[entry] & OPEN) == 0]
-        handles = index.stream.host[entry].astype(np.int64), index.episode.host[entry].copy()
-        self._evict(cause, *handles, np.full(len(entry), GONE))
+        return entry[(index.flags.host[entry] & OPEN) == 0]
 
-    def drop_oldest(self, n: int) -> int:
-        """Evict those of the oldest ``n`` episodes that ended; returns how many steps went."""
+    def _drop(self, cause: str, entry: Array) -> None:
+        """Evict episodes; of those that are open, what there is."""
+        index = self._source.index
+        handles = index.stream.host[entry].astype(np.int64), index.episode.host[entry].copy()
+        is_open = (index.flags.host[entry] & OPEN) != 0
+        floor = np.where(is_open, index.t_base.host[entry] + index.lengths_of(entry), GONE)
+        self._evict(cause, *handles, floor)
+
+    def drop_episodes(self, entry: Array) -> int:
+        """Evict episodes; of those that are open, what there is. Returns how many steps went."""
         before = self.n_evicted
-        self._drop_first("removed", n)
+        self._drop("removed", entry)
         return self.n_evicted - before
 
     def drop_where(self, chosen: Array) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from trajstore.compat.private import forget, private_url
 from trajstore.compat.rlinf.directory import Directory, DirectoryWriter, is_directory_of_rlinf, share_of
-from trajstore.compat.rlinf.ledger import Held, Ledger
+from trajstore.compat.rlinf.ledger import Held, Ledger, is_leftover
 from trajstore.compat.rlinf.rows import COLUMNS, Rows, sampling, to_batch, to_rows
 from trajstore.compat.rlinf.stored import read_trajectory
 from trajstore.compat.rlinf.trajectory import Trajectory, check_alike, get_model_weights_id
@@ -109,7 +109,9 @@ class TrajectoryReplayBuffer:
             return
         if store.schema is not None:
             self._ledger = _ledger_of(store)
-            self._open(store.schema)
+            memory = self._open(store.schema)
+            if is_leftover(store.episodes).any():
+                memory.evict(where=is_leftover)
 
     def _open(self, schema: Schema) -> Buffer:
         self._check()

@@ -41,22 +41,12 @@ class Ledger:
 
     @classmethod
     def of(cls, table: EpisodeTable) -> Ledger:
-        """What a store holds; episodes of a trajectory that is not there whole count for the one before it."""
+        """What a store holds."""
         ledger = cls()
-        if not len(table):
-            return ledger
-        number = np.ma.filled(table["trajectory"], -1)
-        expected = np.ma.filled(table["trajectory_steps"] * table["trajectory_envs"], 0)
-        stream, episode, length = table["stream"], table["episode"], table["length"]
-        is_new = np.ones(len(table), bool)
-        is_new[1:] = (number[1:] != number[:-1]) | (stream[1:] != stream[:-1])
-        start = np.flatnonzero(is_new)
-        sizes, counts = np.add.reduceat(length, start), np.diff(np.append(start, len(table)))
-        for i, size, n in zip(start.tolist(), sizes.tolist(), counts.tolist(), strict=True):
-            if number[i] >= 0 and size == expected[i]:
-                ledger.push(Held(int(number[i]), str(stream[i]), int(episode[i]), n, size))
-            else:
-                ledger.leave(n)
+        start, n_episodes, is_whole = _runs(table)
+        number, length = table["trajectory"], np.append(0, np.cumsum(table["length"]))
+        for i, n in zip(start[is_whole].tolist(), n_episodes[is_whole].tolist(), strict=True):
+            ledger.push(Held(int(number[i]), *table.key(i), n, int(length[i + n] - length[i])))
         return ledger
 
     def __len__(self) -> int:
@@ -118,3 +108,22 @@ class Ledger:
         if not len(found):
             raise KeyError(f"no trajectory {number}; there are {len(self)}")
         return int(found[-1])
+
+
+def is_leftover(table: EpisodeTable) -> Array:
+    """By episode, whether its trajectory did not get there whole, as when its writer was killed."""
+    _, n_episodes, is_whole = _runs(table)
+    return np.repeat(~is_whole, n_episodes)
+
+
+def _runs(table: EpisodeTable) -> tuple[Array, Array, Array]:
+    """Episodes of one trajectory that follow each other: the first, how many, and whether that is all of it."""
+    if not len(table):
+        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool)
+    number, stream = np.ma.filled(table["trajectory"], -1), table.stream_positions
+    is_new = np.ones(len(table), bool)
+    is_new[1:] = (number[1:] != number[:-1]) | (stream[1:] != stream[:-1])
+    start = np.flatnonzero(is_new)
+    expected = np.ma.filled(table["trajectory_steps"] * table["trajectory_envs"], -1)[start]
+    n_episodes = np.diff(np.append(start, len(table)))
+    return start, n_episodes, np.add.reduceat(table["length"], start) == expected
