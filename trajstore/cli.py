@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import inspect
 import json
-import math
 import operator
 import statistics
 import sys
@@ -17,7 +16,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
@@ -27,63 +26,48 @@ import numpy as np
 import trajstore
 from trajstore.checkpoints import Checkpoint, find, list_checkpoints
 from trajstore.chunks import Codec
+from trajstore.commands import (
+    FAILED,
+    FINE,
+    PROBLEMS,
+    Argument,
+    AsJson,
+    Facts,
+    Option,
+    Pairs,
+    Url,
+    UsageError,
+    progress_bar,
+    show,
+    usage,
+)
+from trajstore.compat.rlinf_commands import RLINF_COMMANDS
+from trajstore.converting.commands import Shell, add_commands
 from trajstore.errors import CorruptionError, TrajstoreError
 from trajstore.record import CommitRecord, first_rows, load_json, own_attributes
 from trajstore.schema import Array, flatten
 from trajstore.snapshot import Snapshot
-from trajstore.verifying import Progress, verify
+from trajstore.verifying import verify
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
     from rich.table import Table
 
-FINE, PROBLEMS, FAILED = 0, 1, 2
-Facts = dict[str, Any]
-_PIPE_WIDTH = 240  # columns, where the output is no terminal and lines may be as long as they need
 _MAX_LISTED = 40  # streams or checkpoints in a table
 _WIDE = 120  # columns of a terminal in which times have room, not only dates
 _LONG_ID = 40  # characters; ids up to here stay on one line
 _MIN_SECRET = 3  # shorter ones hide nothing, and would take whole messages with them
 
 
-@dataclass(frozen=True)
-class _Argument:
-    help: str
-
-
-@dataclass(frozen=True)
-class _Option:
-    name: str
-    help: str
-    metavar: str | None = None
-
-
-Url = Annotated[str, _Argument("Where the store is: a directory, or s3://bucket/..., gs://..., az://...")]
-At = Annotated[str | None, _Option("--at", "The store as of this checkpoint: name, id or latest.", "CHECKPOINT")]
-Pairs = Annotated[
-    list[str] | None,
-    _Option(
-        "--storage-option",
-        "Option of the storage backend, such as client_kwargs.endpoint_url=... or anon=true; may be repeated. "
-        "Never shown back. Lists of processes show it, so credentials are better left to the environment.",
-        "KEY=VALUE",
-    ),
-]
-AsJson = Annotated[bool, _Option("--json", "Print one JSON document instead of tables.")]
-
-
-class _UsageError(Exception):
-    """What was asked for can't be."""
-
-
+At = Annotated[str | None, Option("--at", "The store as of this checkpoint: name, id or latest.", "CHECKPOINT")]
 # ---- commands ------------------------------------------------------------------------------------------
 
 
 def info(
     url: Url,
     at: At = None,
-    sizes: Annotated[bool, _Option("--sizes", "List all objects too, and say what each field takes.")] = False,
+    sizes: Annotated[bool, Option("--sizes", "List all objects too, and say what each field takes.")] = False,
     storage_option: Pairs = None,
     as_json: AsJson = False,
 ) -> int:
@@ -91,46 +75,46 @@ def info(
 
     Reads records and span tables, no steps.
     """
-    _print(_store_facts(_open(url, storage_option, at), with_sizes=sizes), _show_info, as_json)
+    show(_store_facts(_open(url, storage_option, at), with_sizes=sizes), _show_info, as_json)
     return FINE
 
 
 def sample(
     url: Url,
-    batch: Annotated[int, _Option("--batch", "Windows in a batch.")] = 256,
-    window: Annotated[int, _Option("--window", "Steps in a window.")] = 32,
-    n: Annotated[int, _Option("--n", "Batches to draw.")] = 5,
-    device: Annotated[str, _Option("--device", "Where the batches and the cache live.")] = "cpu",
-    cache_bytes: Annotated[str, _Option("--cache-bytes", "Memory for decoded chunks.")] = "1GiB",
-    seed: Annotated[int, _Option("--seed", "Of the draws.")] = 0,
-    fields: Annotated[str | None, _Option("--fields", "Fields or groups to read: a,b/c; all by default.")] = None,
+    batch: Annotated[int, Option("--batch", "Windows in a batch.")] = 256,
+    window: Annotated[int, Option("--window", "Steps in a window.")] = 32,
+    n: Annotated[int, Option("--n", "Batches to draw.")] = 5,
+    device: Annotated[str, Option("--device", "Where the batches and the cache live.")] = "cpu",
+    cache_bytes: Annotated[str, Option("--cache-bytes", "Memory for decoded chunks.")] = "1GiB",
+    seed: Annotated[int, Option("--seed", "Of the draws.")] = 0,
+    fields: Annotated[str | None, Option("--fields", "Fields or groups to read: a,b/c; all by default.")] = None,
     boundary: Annotated[
-        str, _Option("--boundary", "At the ends of episodes: strict, pad_left, pad_right, pad_both, short, cross.")
+        str, Option("--boundary", "At the ends of episodes: strict, pad_left, pad_right, pad_both, short, cross.")
     ] = "strict",
-    n_step: Annotated[int | None, _Option("--n-step", "Sum rewards over so many steps, too.")] = None,
+    n_step: Annotated[int | None, Option("--n-step", "Sum rewards over so many steps, too.")] = None,
     at: At = None,
     storage_option: Pairs = None,
     as_json: AsJson = False,
 ) -> int:
     """Load a store, draw some batches of windows, and show what is in them and how long it took."""
     names = tuple(fields.split(",")) if fields else None
-    with _usage():
+    with usage():
         windows = trajstore.Windows(window, boundary=boundary, fields=names, n_step=n_step)  # type: ignore[arg-type]
     if n < 1:
-        raise _UsageError(f"--n: expected at least 1, got {n}")
+        raise UsageError(f"--n: expected at least 1, got {n}")
     start = time.perf_counter()
     snapshot = _open(url, storage_option, at)
-    with _usage(RuntimeError, AssertionError):  # torch's, where there is no such device
+    with usage(RuntimeError, AssertionError):  # torch's, where there is no such device
         reader = trajstore.Reader(snapshot, device=device, cache_bytes=cache_bytes, seed=seed)
     facts = _sample_facts(reader, batch, windows, n, start)
-    _print({"url": snapshot.storage.display} | facts, _show_sample, as_json)
+    show({"url": snapshot.storage.display} | facts, _show_sample, as_json)
     return FINE
 
 
 def verify_store(
     url: Url,
     at: At = None,
-    fast: Annotated[bool, _Option("--fast", "Of steps, text and columns see only that they are there.")] = False,
+    fast: Annotated[bool, Option("--fast", "Of steps, text and columns see only that they are there.")] = False,
     storage_option: Pairs = None,
     as_json: AsJson = False,
 ) -> int:
@@ -139,10 +123,10 @@ def verify_store(
     Looks at every record, span table and chunk with its checksum, and compares returns with rewards. What is left
     over, such as temporary files, is noted. Ends with 1 if there are problems.
     """
-    with _usage(), _progress_bar() as progress:
+    with usage(), progress_bar("chunks") as progress:
         options = _storage_options(storage_option)
         report = verify(_checked(url), fast=fast, at=at, progress=progress, storage_options=options)
-    _print({"fast": fast, "is_clean": report.is_clean} | asdict(report), _show_report, as_json)
+    show({"fast": fast, "is_clean": report.is_clean} | asdict(report), _show_report, as_json)
     return FINE if report.is_clean else PROBLEMS
 
 
@@ -150,27 +134,27 @@ def checkpoints(url: Url, storage_option: Pairs = None, as_json: AsJson = False)
     """List the checkpoints of a store, oldest first."""
     storage = _open(url, storage_option).storage
     facts = {"url": storage.display, "checkpoints": [_checkpoint_facts(c) for c in list_checkpoints(storage)]}
-    _print(facts, lambda console, known: _show_checkpoints(console, known["checkpoints"]), as_json)
+    show(facts, lambda console, known: _show_checkpoints(console, known["checkpoints"]), as_json)
     return FINE
 
 
 def redistribute(
     url: Url,
-    ranks: Annotated[int, _Option("--ranks", "How many ranks are to go on.")] = 1,
+    ranks: Annotated[int, Option("--ranks", "How many ranks are to go on.")] = 1,
     checkpoint: Annotated[
-        str, _Option("--checkpoint", "Of which checkpoint: name, id or latest.", "CHECKPOINT")
+        str, Option("--checkpoint", "Of which checkpoint: name, id or latest.", "CHECKPOINT")
     ] = "latest",
     policy: Annotated[
-        str, _Option("--policy", "How to deal out episodes: steps, episodes, contiguous, interleaved.")
+        str, Option("--policy", "How to deal out episodes: steps, episodes, contiguous, interleaved.")
     ] = "steps",
     incomplete: Annotated[
-        str, _Option("--incomplete", "What becomes of open, headless and cut episodes: keep, drop, truncate.")
+        str, Option("--incomplete", "What becomes of open, headless and cut episodes: keep, drop, truncate.")
     ] = "keep",
     storage_option: Pairs = None,
     as_json: AsJson = False,
 ) -> int:
     """Show which episodes of a checkpoint so many ranks would get; changes nothing, reads no steps."""
-    with _usage():
+    with usage():
         plan = trajstore.redistribute(
             _checked(url),
             checkpoint=checkpoint,
@@ -179,13 +163,13 @@ def redistribute(
             incomplete=incomplete,
             storage_options=_storage_options(storage_option),
         )
-    _print({"checkpoint": plan.checkpoint} | asdict(plan.report), _show_partitions, as_json)
+    show({"checkpoint": plan.checkpoint} | asdict(plan.report), _show_partitions, as_json)
     return FINE
 
 
 def request_checkpoint(
     url: Url,
-    name: Annotated[str, _Option("--name", "What to call it.")] = "requested",
+    name: Annotated[str, Option("--name", "What to call it.")] = "requested",
     storage_option: Pairs = None,
     as_json: AsJson = False,
 ) -> int:
@@ -193,10 +177,10 @@ def request_checkpoint(
 
     Leaves a note in the store, and does not wait.
     """
-    with _usage():
+    with usage():
         options = _storage_options(storage_option)
         world = trajstore.request_checkpoint(_checked(url), name, storage_options=options)
-    _print({"name": name, "world": world}, _show_request, as_json)
+    show({"name": name, "world": world}, _show_request, as_json)
     return FINE
 
 
@@ -214,7 +198,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 
 
 def _open(url: str, pairs: Sequence[str] | None, at: str | None = None) -> Snapshot:
-    with _usage():
+    with usage():
         store = trajstore.open(_checked(url), storage_options=_storage_options(pairs))
         if at is None:
             return store.snapshot
@@ -224,7 +208,7 @@ def _open(url: str, pairs: Sequence[str] | None, at: str | None = None) -> Snaps
 
 def _checked(url: str) -> str:
     if url.startswith("memory:"):
-        raise _UsageError("memory:// is gone with the process that made it; give a directory or an object store")
+        raise UsageError("memory:// is gone with the process that made it; give a directory or an object store")
     return url
 
 
@@ -234,13 +218,13 @@ def _storage_options(pairs: Sequence[str] | None) -> dict[str, Any]:
     for pair in pairs or ():
         key, equals, text = pair.partition("=")
         if not equals or not all(key.split(".")):
-            raise _UsageError("--storage-option: expected KEY=VALUE")  # what came may be a secret
+            raise UsageError("--storage-option: expected KEY=VALUE")  # what came may be a secret
         *groups, name = key.split(".")
         inner = options
         for group in groups:
             inner = inner.setdefault(group, {})
             if not isinstance(inner, dict):
-                raise _UsageError(f"--storage-option: {group!r} is given both as a value and as a group")
+                raise UsageError(f"--storage-option: {group!r} is given both as a value and as a group")
         inner[name] = _option_value(text)
     return options
 
@@ -250,7 +234,7 @@ def _option_value(text: str) -> Any:
         try:
             return json.loads(text)
         except ValueError:
-            raise _UsageError("--storage-option: expected JSON after a bracket or brace") from None
+            raise UsageError("--storage-option: expected JSON after a bracket or brace") from None
     return text  # also what looks like a number: a key may
 
 
@@ -264,22 +248,9 @@ def _secrets(pairs: Iterable[str]) -> set[str]:
             yield from leaves(inner)
 
     found = {pair.partition("=")[2] or pair for pair in pairs}
-    with contextlib.suppress(_UsageError):
+    with contextlib.suppress(UsageError):
         found.update(leaves(_storage_options(list(pairs))))
     return {secret for secret in found if len(secret) >= _MIN_SECRET} - {"true", "false", "null"}
-
-
-@contextlib.contextmanager
-def _usage(*more: type[Exception]) -> Iterator[None]:
-    """Take errors about arguments for what they are; those of trajstore say so themselves."""
-    try:
-        yield
-    except TrajstoreError:
-        raise
-    except Exception as error:
-        if not isinstance(error, (ValueError, TypeError, KeyError, *more)):
-            raise
-        raise _UsageError(str(error.args[0]) if error.args else type(error).__name__) from error
 
 
 # ---- facts: plain values, as --json prints them --------------------------------------------------------
@@ -384,7 +355,7 @@ def _checkpoint_facts(checkpoint: Checkpoint) -> Facts:
 
 def _sample_facts(reader: Any, batch_size: int, windows: Any, n: int, start: float) -> Facts:
     seconds = [time.perf_counter() - start]
-    with _usage():
+    with usage():
         batch = reader.sample(batch_size, windows)
         _wait(batch)
     seconds.append(time.perf_counter() - start - seconds[0])
@@ -421,25 +392,6 @@ def _tensor_facts(key: str, tensor: Any) -> Facts:
 
 
 # ---- output --------------------------------------------------------------------------------------------
-
-
-def _print(facts: Facts, show: Callable[["Console", Facts], None], as_json: bool) -> None:
-    if as_json:
-        sys.stdout.write(json.dumps(_finite(facts), indent=2, allow_nan=False) + "\n")
-        return
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    show(Console(width=width, highlight=False, markup=False, emoji=False), facts)
-
-
-def _finite(value: Any) -> Any:
-    """The same with null in place of numbers that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _table(title: str, *columns: str) -> "Table":
@@ -660,22 +612,6 @@ def _bytes(n: float) -> str:
     return f"{n:.1f} TiB"
 
 
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Progress | None]:
-    """Something to tell of progress, shown on stderr while there is somebody to see it."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = ("chunks", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("chunks", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
 # ---- typer ---------------------------------------------------------------------------------------------
 
 
@@ -703,6 +639,11 @@ def app() -> "typer.Typer":
     )
     for name, command in COMMANDS.items():
         made.command(name)(_dressed(command, name))
+    rlinf = typer.Typer(help="Directories of trajectories as RLinf has them.", no_args_is_help=True)
+    for name, command in RLINF_COMMANDS.items():
+        rlinf.command(name)(_dressed(command, name))
+    made.add_typer(rlinf, name="rlinf")
+    add_commands(made, Shell(_exit_code, show, _storage_options))
     return made
 
 
@@ -729,11 +670,11 @@ def _kind(hint: Any) -> Any:
     return operator.getitem(Union, get_args(hint)) if isinstance(hint, UnionType) else hint
 
 
-def _described(what: _Argument | _Option) -> Any:
+def _described(what: Argument | Option) -> Any:
     import typer
 
-    if isinstance(what, _Argument):
-        return typer.Argument(help=what.help, metavar="URL", show_default=False)
+    if isinstance(what, Argument):
+        return typer.Argument(help=what.help, metavar=what.metavar, show_default=False)
     return typer.Option(what.name, help=what.help, metavar=what.metavar)
 
 
@@ -742,7 +683,7 @@ def _exit_code(command: Callable[..., int], arguments: Mapping[str, Any]) -> int
     secrets = _secrets(arguments.get("storage_option") or ())
     try:
         return command(**arguments)
-    except (TrajstoreError, _UsageError) as error:
+    except (TrajstoreError, UsageError) as error:
         _complain(str(error), secrets)
         return PROBLEMS if isinstance(error, CorruptionError) else FAILED
     except Exception:

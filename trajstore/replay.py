@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from trajstore import checkpoints
+from trajstore.assembler import Where
 from trajstore.batches import Batches
 from trajstore.checkpointing import Taken, prune
 from trajstore.checkpoints import Checkpoint, Cut

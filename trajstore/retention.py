@@ -296,7 +296,8 @@ class Retainer:
         """Entries of those of the oldest ``n`` episodes that ended, in order of their ends."""
         index = self._source.index
         entry = np.arange(index.first, min(index.n, index.first + n))
-        return entry[(index.flags.host[entry] & OPEN) == 0]
+        ended: Array = entry[(index.flags.host[entry] & OPEN) == 0]
+        return ended
 
     def _drop(self, cause: str, entry: Array) -> None:
         """Evict episodes; of those that are open, what there is."""

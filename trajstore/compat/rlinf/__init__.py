@@ -12,6 +12,7 @@ from trajstore.compat.rlinf.directory import Directory
 from trajstore.compat.rlinf.merging import merge, split
 from trajstore.compat.rlinf.priority_store import PriorityStore
 from trajstore.compat.rlinf.trajectory import Trajectory, convert_trajectories_to_batch, get_model_weights_id
+from trajstore.compat.rlinf.transfer import export_directory, import_directory
 
 __all__ = [
     "ChunkStepResult",
@@ -24,7 +25,9 @@ __all__ = [
     "TrajectoryReplayBuffer",
     "concat_batch",
     "convert_trajectories_to_batch",
+    "export_directory",
     "get_model_weights_id",
+    "import_directory",
     "merge",
     "replay_buffer_collate_fn",
     "split",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +13,15 @@ import torch
 from trajstore.compat.private import forget, private_url
 from trajstore.compat.rlinf.directory import Directory, DirectoryWriter, is_directory_of_rlinf, share_of
 from trajstore.compat.rlinf.ledger import Held, Ledger, is_leftover
-from trajstore.compat.rlinf.rows import COLUMNS, Rows, sampling, to_batch, to_rows
-from trajstore.compat.rlinf.stored import read_trajectory
+from trajstore.compat.rlinf.rows import Rows, sampling, to_batch, to_rows
+from trajstore.compat.rlinf.stored import StoredTrajectories, ledger_of
 from trajstore.compat.rlinf.trajectory import Trajectory, check_alike, get_model_weights_id
 from trajstore.copying import copy
 from trajstore.errors import ClosedError, DataError, NotReadyError, StoreNotFoundError
-from trajstore.reader import Reader
 from trajstore.replay import ReplayBuffer as Buffer
 from trajstore.rng import rank_seed
 from trajstore.schema import Schema, nest
 from trajstore.sizes import check_positive, parse_bytes
-from trajstore.store import Store
 from trajstore.store import open as open_store
 
 _RENAMED = {
@@ -108,7 +106,7 @@ class TrajectoryReplayBuffer:
         except StoreNotFoundError:
             return
         if store.schema is not None:
-            self._ledger = _ledger_of(store)
+            self._ledger = ledger_of(store)
             memory = self._open(store.schema)
             if is_leftover(store.episodes).any():
                 memory.evict(where=is_leftover)
@@ -168,6 +166,19 @@ class TrajectoryReplayBuffer:
             rows = self._checked(given)
             for item in rows:
                 self._add(self._ledger.counter, item)
+
+    def add_numbered(self, number: int, trajectory: Any) -> None:
+        """Add a trajectory under a number of its own, as when it comes from elsewhere.
+
+        Raises:
+            DataError: It does not fit those before, or the number is taken; it was not added.
+        """
+        given = Trajectory.of(trajectory, f"trajectory {number}")
+        check_alike([given])
+        with self._lock:
+            if number < self._ledger.counter and number in self._ledger.ids:
+                raise DataError(f"trajectory {number}: there is one of that number")
+            self._add(number, self._checked([given])[0])
 
     def _checked(self, trajectories: Sequence[Trajectory]) -> list[Rows]:
         """Trajectories as rows, all of one schema."""
@@ -284,13 +295,8 @@ class TrajectoryReplayBuffer:
         """
         with self._lock:
             held = self._ledger[self._ledger.find(number)]
-            return next(self._trajectories([held]))[1]
-
-    def _trajectories(self, which: Iterable[Held]) -> Iterator[tuple[int, Trajectory]]:
-        """Trajectories with their numbers, one at a time."""
-        memory = self.memory
-        memory.flush()
-        yield from _read(memory.store, memory, which)
+            self.memory.flush()
+            return StoredTrajectories(self.memory.store, self.memory, [held]).load(number)
 
     # ---- checkpoints
 
@@ -306,10 +312,11 @@ class TrajectoryReplayBuffer:
                 copy(self._url, save_path, storage_options=self._options.get("storage_options"))
                 return
             writer = DirectoryWriter(save_path, {"seed": self.seed, _STATE: self._draws()})
-            keys = {held.id: held.key for held in self._ledger}
-            new = [held for held in self._ledger if not writer.has(held.id, held.key)]
-            for number, trajectory in self._trajectories(new) if new else ():
-                writer.write(number, trajectory, keys[number])
+            held = {item.id: item for item in self._ledger}
+            if held:
+                self.memory.flush()
+                source = StoredTrajectories(self.memory.store, self.memory, held.values())
+                writer.write_all({number: item.key for number, item in held.items()}, source.load)
             writer.finish()
 
     def _draws(self) -> dict[str, int]:
@@ -339,13 +346,15 @@ class TrajectoryReplayBuffer:
         """
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
         with self._lock:
-            source = _Directory(load_path, trusted) if is_directory_of_rlinf(load_path) else _Store(load_path)
+            source = (
+                _Directory(load_path, trusted)
+                if is_directory_of_rlinf(load_path)
+                else StoredTrajectories.open(load_path)
+            )
             chosen = share_of(source.numbers, rank, ranks)
             self.clear()
             for number in chosen:
-                trajectory = source.load(number)
-                check_alike([trajectory])
-                self._add(number, self._checked([trajectory])[0])
+                self.add_numbered(number, source.load(number))
             if self._memory is not None:  # ranks go on with draws of their own
                 self._go_on({"seed": self._own_seed(rank, ranks), "counter": 0} if ranks > 1 else source.draws)
 
@@ -406,36 +415,6 @@ class _Directory:
 
     def load(self, number: int) -> Trajectory:
         return self._directory.load(self._entries[number])
-
-
-class _Store:
-    """A checkpoint as a store."""
-
-    draws = None
-
-    def __init__(self, path: Path) -> None:
-        self._store = open_store(path)
-        self._held = {held.id: held for held in _ledger_of(self._store)}
-        self.numbers = list(self._held)
-        self._reader = Reader(self._store) if self.numbers else None
-
-    def load(self, number: int) -> Trajectory:
-        assert self._reader is not None
-        return next(_read(self._store, self._reader, [self._held[number]]))[1]
-
-
-def _read(store: Store, source: Buffer | Reader, which: Iterable[Held]) -> Iterator[tuple[int, Trajectory]]:
-    table, schema, streams = store.refresh().episodes, source.schema, source.streams
-    assert schema is not None
-    for held in which:
-        yield held.id, read_trajectory(held, table, schema, streams, source.at)
-
-
-def _ledger_of(store: Store) -> Ledger:
-    columns = store.schema.episode if store.schema is not None else {}
-    if list(columns) != list(COLUMNS):
-        raise DataError(f"{store.url}: a store, but not one of trajectories of RLinf's")
-    return Ledger.of(store.episodes)
 
 
 def _of_old_names(options: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,25 @@ class DirectoryWriter:
         target = self.path / _file_name(number, info["model_weights_id"])
         replace_whole(target, lambda temporary: torch.save(_compact(data), temporary))
         self._index[number] = info
+
+    def write_all(
+        self, keys: Mapping[int, str], load: Callable[[int], Trajectory], told: Callable[[int], None] | None = None
+    ) -> int:
+        """Write the trajectories of these numbers and keys, unless they are there; returns how many were not.
+
+        Args:
+            keys: By number.
+            load: Gives a trajectory.
+            told: Called after each with how many are there.
+        """
+        n_written = 0
+        for done, (number, key) in enumerate(keys.items()):
+            if not self.has(number, key):
+                self.write(number, load(number), key)
+                n_written += 1
+            if told is not None:
+                told(done + 1)
+        return n_written
 
     def finish(self) -> None:
         """Put the index, which makes all of it count; then remove the files that the one before listed."""

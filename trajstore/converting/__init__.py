@@ -1,0 +1,1 @@
+"""Datasets of other libraries in and out: streamed episode by episode, resumable, verified."""

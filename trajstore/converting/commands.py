@@ -1,0 +1,173 @@
+"""The commands ``import`` and ``export``, each with a command for every format."""
+
+import contextlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Any
+
+from trajstore.converting.engine import Report, export_episodes, import_episodes
+from trajstore.converting.formats import FORMATS, Format
+from trajstore.converting.ports import Progress
+from trajstore.errors import DataError
+from trajstore.store import open as open_store
+
+if TYPE_CHECKING:
+    import typer
+    from rich.console import Console
+
+_FINE = 0
+_OPTION = "An option of the format, as Python's function has it."
+_STORAGE_OPTION = "An option of the store's storage backend. Never shown back."
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Shell:
+    """What the command line has for all commands.
+
+    Attributes:
+        run: Calls a command with arguments; its exit code, or one for what it raised.
+        show: Prints facts: as JSON, or as a function does it.
+        storage_options: Options from ``KEY=VALUE``.
+    """
+
+    run: Callable[[Callable[..., int], Mapping[str, Any]], int]
+    show: Callable[[Facts, Callable[["Console", Facts], None], bool], None]
+    storage_options: Callable[[Sequence[str] | None], dict[str, Any]]
+
+
+def add_commands(app: "typer.Typer", shell: Shell) -> None:
+    """Add ``import FORMAT SOURCE URL`` and ``export FORMAT URL TARGET``."""
+    import typer
+
+    groups = {
+        "import": ("from", "Write a dataset of another library to a store.", _importer),
+        "export": ("to", "Write a store as a dataset of another library.", _exporter),
+    }
+    for verb, (way, about, make) in groups.items():
+        group = typer.Typer(help=f"{about} Goes on where an earlier run stopped.", no_args_is_help=True)
+        for name, kind in FORMATS.items():
+            if verb == "import" or kind.can_export:
+                group.command(name, help=f"{verb.capitalize()} {way} {kind.help}.")(make(kind, shell))
+        app.add_typer(group, name=verb)
+
+
+def _importer(kind: Format, shell: Shell) -> Callable[..., None]:
+    import typer
+
+    def command(
+        source: Annotated[str, typer.Argument(help="The dataset.", metavar="SOURCE")],
+        url: Annotated[str, typer.Argument(help="The store; made where there is none.", metavar="URL")],
+        skip: Annotated[
+            list[str],
+            _repeated("--skip", "Leave out this array, group or attribute, as the dataset calls it.", "NAME"),
+        ],
+        option: Annotated[list[str], _repeated("--option", _OPTION, "NAME=VALUE")],
+        storage_option: Annotated[list[str], _repeated("--storage-option", _STORAGE_OPTION, "KEY=VALUE")],
+        verify: Annotated[bool, typer.Option(help="Read every episode back and compare.")] = True,
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    ) -> None:
+        def work(storage_option: Sequence[str]) -> int:
+            options = _checked(kind, "open_source", _options(option) | ({"skip": skip} if skip else {}))
+            storage_options = shell.storage_options(storage_option)
+            with contextlib.closing(kind.open_source(source, **options)) as dataset, _progress_bar() as progress:
+                report = import_episodes(
+                    dataset, url, verify=verify, progress=progress, storage_options=storage_options
+                )
+            shell.show(asdict(report), _show, as_json)
+            return _FINE
+
+        raise typer.Exit(shell.run(work, {"storage_option": storage_option}))
+
+    return command
+
+
+def _exporter(kind: Format, shell: Shell) -> Callable[..., None]:
+    import typer
+
+    def command(
+        url: Annotated[str, typer.Argument(help="The store.", metavar="URL")],
+        target: Annotated[str, typer.Argument(help="The dataset; nothing may be there.", metavar="TARGET")],
+        option: Annotated[list[str], _repeated("--option", _OPTION, "NAME=VALUE")],
+        storage_option: Annotated[list[str], _repeated("--storage-option", _STORAGE_OPTION, "KEY=VALUE")],
+        fields: Annotated[str, typer.Option("--fields", help="Fields or groups: a,b/c; all by default.")] = "",
+        at: Annotated[str, typer.Option("--at", help="As of this checkpoint: name, id or latest.")] = "",
+        verify: Annotated[bool, typer.Option(help="Read every episode back and compare.")] = True,
+        as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    ) -> None:
+        def work(storage_option: Sequence[str]) -> int:
+            options = _checked(kind, "open_sink", _options(option))
+            store = open_store(url, at=at or None, storage_options=shell.storage_options(storage_option))
+            with _progress_bar() as progress:
+                report = export_episodes(
+                    store,
+                    kind.open_sink(target, **options),
+                    fields=fields.split(",") if fields else None,
+                    reread=(lambda: kind.open_source(target)) if verify else None,
+                    progress=progress,
+                )
+            shell.show(asdict(report), _show, as_json)
+            return _FINE
+
+        raise typer.Exit(shell.run(work, {"storage_option": storage_option}))
+
+    return command
+
+
+def _repeated(name: str, about: str, metavar: str) -> Any:
+    import typer
+
+    return typer.Option(
+        name, help=f"{about} May be repeated.", metavar=metavar, default_factory=list, show_default=False
+    )
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Options from ``NAME=VALUE``; values are JSON, or else text."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not name or not equals:
+            raise DataError(f"--option: expected NAME=VALUE, got {pair!r}")
+        try:
+            options[name] = json.loads(text)
+        except ValueError:
+            options[name] = text
+    return options
+
+
+def _checked(kind: Format, opener: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Refuse options that a format does not have."""
+    known = list(inspect.signature(getattr(import_module(kind.module), opener)).parameters)[1:]
+    if unknown := [name for name in options if name not in known]:
+        raise DataError(f"option {unknown[0]!r}: expected one of {', '.join(known) or 'none'}")
+    return options
+
+
+def _show(console: "Console", facts: Facts) -> None:
+    report = Report(**facts)
+    console.print(f"{report.n_episodes:,} episodes of {report.n_steps:,} steps: {report.source} -> {report.target}")
+    if report.n_skipped:
+        console.print(f"{report.n_skipped:,} were there already.")
+    if report.n_verified:
+        console.print(f"{report.n_verified:,} were read back: all are equal, bit by bit.")
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Progress | None]:
+    """Something to tell of progress, shown on stderr while there is somebody to see it."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = ("episodes", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("episodes", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
