@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -272,3 +273,18 @@ def test_it_may_live_in_a_directory(made: Any, tmp_path: Path) -> None:
     buffer.memory.flush()
     assert rewards(buffer.sample_all()) == list(range(10, 40))
     assert (tmp_path / "run" / "0" / "zarr.json").exists()
+
+
+def test_a_buffer_in_memory_gives_its_memory_back_when_it_is_reset_or_closed() -> None:
+    memory = fsspec.filesystem("memory")
+    before = len(memory.store)
+    buffer = ReplayBuffer(CPU, CPU, 100)
+    for _ in range(3):
+        buffer.add_batch(TensorDict({"x": torch.arange(100)}, [100]))
+        buffer.memory.flush()
+        assert len(memory.store) > before
+        buffer.reset()
+        assert len(memory.store) == before
+    buffer.add_batch(TensorDict({"x": torch.arange(100)}, [100]))
+    buffer.close()
+    assert len(memory.store) == before

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore.compat.private import forget, private_url
 from trajstore.errors import DataError, MissingExtraError, NotReadyError
 from trajstore.replay import ReplayBuffer as Buffer
 from trajstore.schema import Array
@@ -67,7 +68,8 @@ class ReplayBuffer:
         check_positive("buffer_size", buffer_size)
         self.device, self.storing_device = torch.device(device), torch.device(storing_device)
         self.buffer_size = buffer_size
-        self._url = f"memory://objectrl-{uuid.uuid4().hex}" if url is None else os.fspath(url)
+        self._is_private = url is None
+        self._url = private_url("objectrl") if url is None else os.fspath(url)
         self._seed, self._options = seed, options
         self._n_resets = self._n_added = self._first_place = 0
         self._iterator: Iterator[Any] | None = None
@@ -114,6 +116,8 @@ class ReplayBuffer:
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
+            if self._is_private:
+                forget(self._url)
 
     def add(self, experience: TensorDictBase) -> None:
         """Add one transition.
