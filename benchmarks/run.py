@@ -22,6 +22,8 @@ BENCHMARKS = (
     "replay",
     "ranks",
     "ray_service",
+    "drop_ins",
+    "torchrl_storage",
 )
 
 

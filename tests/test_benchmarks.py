@@ -54,6 +54,12 @@ EXPECTED["ray_service"] = [
     "256 transitions, 2 actors, batches",
     "256 transitions, TorchRL",
 ]
+EXPECTED["drop_ins"] = [
+    "RLinf, sample(256), all cached, 1 thread",
+    "RLinf, stored, cache of a tenth, 1 thread",
+    "ObjectRL, add, 1 thread",
+]
+EXPECTED["torchrl_storage"] = ["sample 256, pixels by pages, 1 thread"]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 
 pytestmark = [

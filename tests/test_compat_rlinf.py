@@ -351,7 +351,7 @@ def test_the_newest_trajectories_are_sampled_uniformly_over_transitions(
     buffer.close()
 
 
-def test_a_window_of_nothing_is_everything_also_in_memory() -> None:  # W12
+def test_a_window_of_nothing_is_everything_also_in_memory() -> None:
     buffer = TrajectoryReplayBuffer(enable_cache=False, sample_window_size=0, auto_save=False)
     buffer.add_trajectories([trajectory(n) for n in range(30)])
     assert set(numbers(buffer.sample(3000))) == set(range(30))
@@ -365,7 +365,7 @@ def test_a_batch_is_never_smaller_than_asked_for() -> None:
     buffer.close()
 
 
-def test_what_left_the_window_of_a_buffer_in_memory_is_not_counted_and_takes_no_room() -> None:  # W14
+def test_what_left_the_window_of_a_buffer_in_memory_is_not_counted_and_takes_no_room() -> None:
     buffer = TrajectoryReplayBuffer(sample_window_size=3)
     memory = fsspec.filesystem("memory")
     for number in range(60):
@@ -422,7 +422,7 @@ def test_the_same_seed_gives_the_same_batches_and_none_gives_others() -> None:
 
 
 @pytest.mark.parametrize("how", ["pt", "zarr"])
-def test_a_checkpoint_goes_on_with_the_next_batch(tmp_path: Path, how: str) -> None:  # W7
+def test_a_checkpoint_goes_on_with_the_next_batch(tmp_path: Path, how: str) -> None:
     first = TrajectoryReplayBuffer(7, trajectory_format=how)
     first.add_trajectories([trajectory(n) for n in range(3)])
     seen = first.sample(50)["rewards"]
@@ -437,7 +437,7 @@ def test_a_checkpoint_goes_on_with_the_next_batch(tmp_path: Path, how: str) -> N
     second.close()
 
 
-def test_ranks_and_demonstrations_draw_apart_although_they_have_one_seed(tmp_path: Path) -> None:  # W7
+def test_ranks_and_demonstrations_draw_apart_although_they_have_one_seed(tmp_path: Path) -> None:
     source = TrajectoryReplayBuffer()
     source.add_trajectories([trajectory(n % 2) for n in range(4)])
     source.save_checkpoint(tmp_path / "ckpt")
@@ -460,7 +460,7 @@ def test_ranks_and_demonstrations_draw_apart_although_they_have_one_seed(tmp_pat
 # ---- durability ----------------------------------------------------------------------------------------
 
 
-def test_a_saved_buffer_is_gone_on_with_and_nothing_is_overwritten(saved: dict[str, Any]) -> None:  # W6
+def test_a_saved_buffer_is_gone_on_with_and_nothing_is_overwritten(saved: dict[str, Any]) -> None:
     given = {n: trajectory(n, breaks=(3,)) for n in range(7)}
     for part in (range(5), range(5, 7)):
         buffer = TrajectoryReplayBuffer(**saved)
@@ -489,7 +489,7 @@ while True:
 """
 
 
-def test_a_killed_writer_leaves_whole_trajectories_and_a_buffer_that_goes_on(tmp_path: Path) -> None:  # W1, W3, W19
+def test_a_killed_writer_leaves_whole_trajectories_and_a_buffer_that_goes_on(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     n_before = 0
     for patience in (5, 40, 90):
@@ -516,7 +516,7 @@ def test_a_killed_writer_leaves_whole_trajectories_and_a_buffer_that_goes_on(tmp
     assert verify(path).problems == []
 
 
-def test_writes_that_fail_behind_are_reported(tmp_path: Path) -> None:  # W4
+def test_writes_that_fail_behind_are_reported(tmp_path: Path) -> None:
     plan = FailWhile()
     with through(FaultyStorage(real_storage(str(tmp_path / "saved")), plan)):
         buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "saved", commit_seconds=None)
@@ -532,7 +532,7 @@ def test_writes_that_fail_behind_are_reported(tmp_path: Path) -> None:  # W4
     again.close()
 
 
-def test_callers_may_change_their_tensors_at_once() -> None:  # W19
+def test_callers_may_change_their_tensors_at_once() -> None:
     one, kept = trajectory(), trajectory()
     buffer = TrajectoryReplayBuffer()
     buffer.add_trajectories([one])
@@ -543,7 +543,7 @@ def test_callers_may_change_their_tensors_at_once() -> None:  # W19
     buffer.close()
 
 
-def test_samples_and_additions_from_several_threads_never_mix_rows() -> None:  # W9
+def test_samples_and_additions_from_several_threads_never_mix_rows() -> None:
     buffer = TrajectoryReplayBuffer(sample_window_size=4)
     given = {n: trajectory(n, n_steps=4) for n in range(400)}
     buffer.add_trajectories([given[0]])
@@ -575,7 +575,7 @@ def test_samples_and_additions_from_several_threads_never_mix_rows() -> None:  #
 @pytest.mark.parametrize("is_saved", [False, True])
 def test_a_checkpoint_holds_all_that_is_held_whether_sampled_or_not(
     is_saved: bool, saved: dict[str, Any], tmp_path: Path
-) -> None:  # W5, W8
+) -> None:
     given = {n: trajectory(n, epochs=2, n_steps=6, breaks=(2,)) for n in range(5)}
     buffer = TrajectoryReplayBuffer(sample_window_size=5, **(saved if is_saved else {}))
     buffer.add_trajectories(list(given.values()))
@@ -656,7 +656,7 @@ def test_ranks_load_contiguous_blocks_the_first_ones_one_more(total: int, ranks:
     source.close()
 
 
-def test_loading_into_a_buffer_that_was_used_replaces_what_it_held(tmp_path: Path) -> None:  # W13
+def test_loading_into_a_buffer_that_was_used_replaces_what_it_held(tmp_path: Path) -> None:
     source = TrajectoryReplayBuffer()
     source.add_trajectories([trajectory(n) for n in range(2)])
     source.save_checkpoint(tmp_path)
@@ -671,7 +671,7 @@ def test_loading_into_a_buffer_that_was_used_replaces_what_it_held(tmp_path: Pat
     buffer.close()
 
 
-def test_trajectories_without_rewards_are_kept(tmp_path: Path) -> None:  # W13
+def test_trajectories_without_rewards_are_kept(tmp_path: Path) -> None:
     one = trajectory(rewards=None, prev_values=None)
     buffer = TrajectoryReplayBuffer()
     buffer.add_trajectories([one])
@@ -735,9 +735,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD)
-def test_a_trajectory_that_does_not_fit_is_refused_with_all_that_came_with_it(
-    bad: Any, message: str
-) -> None:  # W10
+def test_a_trajectory_that_does_not_fit_is_refused_with_all_that_came_with_it(bad: Any, message: str) -> None:
     buffer = TrajectoryReplayBuffer()
     buffer.add_trajectories([trajectory(0)])
     before = buffer.get_stats()
@@ -832,7 +830,7 @@ def test_directories_of_rlinf_are_loaded_with_either_spelling_of_the_index(tmp_p
 
 
 @pytest.mark.parametrize("torn", ["", '{"trajectory_index": {"0": {"num_sam', None])
-def test_a_torn_index_is_made_anew_from_the_files(tmp_path: Path, torn: str | None) -> None:  # W1
+def test_a_torn_index_is_made_anew_from_the_files(tmp_path: Path, torn: str | None) -> None:
     given = {n: trajectory(n) for n in range(12)}
     rlinf_directory(tmp_path / "d", given)
     for name in ("trajectory_index.json", "metadata.json"):
@@ -847,7 +845,7 @@ def test_a_torn_index_is_made_anew_from_the_files(tmp_path: Path, torn: str | No
     buffer.close()
 
 
-def test_trajectories_that_are_listed_and_have_no_file_are_named(tmp_path: Path) -> None:  # W3, W16
+def test_trajectories_that_are_listed_and_have_no_file_are_named(tmp_path: Path) -> None:
     rlinf_directory(tmp_path / "d", {n: trajectory(n) for n in range(6)})
     for number in (0, 1):
         (tmp_path / "d" / f"trajectory_{number}_{NO_VERSIONS}.pt").unlink()
@@ -864,7 +862,7 @@ class Bomb:
         return exec, ("import builtins; builtins.trajstore_was_here = True",)
 
 
-def test_nothing_in_a_directory_runs_code(tmp_path: Path) -> None:  # W18
+def test_nothing_in_a_directory_runs_code(tmp_path: Path) -> None:
     rlinf_directory(tmp_path / "d", {0: trajectory(0)})
     torch.save({"rewards": Bomb()}, tmp_path / "d" / f"trajectory_0_{NO_VERSIONS}.pt")
     buffer = TrajectoryReplayBuffer()
@@ -876,7 +874,7 @@ def test_nothing_in_a_directory_runs_code(tmp_path: Path) -> None:  # W18
     buffer.close()
 
 
-def test_pickles_are_loaded_only_if_somebody_vouches_for_them(tmp_path: Path) -> None:  # W18
+def test_pickles_are_loaded_only_if_somebody_vouches_for_them(tmp_path: Path) -> None:
     rlinf_directory(tmp_path / "d", {0: trajectory(0)})
     path = tmp_path / "d" / f"trajectory_0_{NO_VERSIONS}.pt"
     data = torch.load(path, weights_only=True)
@@ -911,9 +909,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("epochs", [0, 1, 2, 3])
 @pytest.mark.parametrize("mode", ["any", "all"])
-def test_interventions_are_extracted_with_their_own_flags_values_and_versions(
-    mode: Any, epochs: int
-) -> None:  # W11
+def test_interventions_are_extracted_with_their_own_flags_values_and_versions(mode: Any, epochs: int) -> None:
     flags = torch.zeros(6, 2, 4, dtype=torch.bool)
     flags[1, 0], flags[2, 0, 0], flags[4, 1, 3] = True, True, True
     one = trajectory(epochs=epochs, intervene_flags=flags, versions=torch.arange(12.0).reshape(6, 2, 1))
@@ -1007,7 +1003,7 @@ def test_half_of_every_batch_comes_from_the_demonstrations(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [ReplayBufferDataset, PreloadReplayBufferDataset])
-def test_a_dataset_waits_until_there_is_enough(kind: Any) -> None:  # W17
+def test_a_dataset_waits_until_there_is_enough(kind: Any) -> None:
     replay = full(0, 1)
     dataset = kind(replay, None, 4, 3, 0)
     later = threading.Timer(0.2, lambda: replay.add_trajectories([trajectory(1), trajectory(2)]))
@@ -1021,7 +1017,7 @@ def test_a_dataset_waits_until_there_is_enough(kind: Any) -> None:  # W17
     replay.close()
 
 
-def test_what_goes_wrong_in_the_preloading_thread_is_raised() -> None:  # W17
+def test_what_goes_wrong_in_the_preloading_thread_is_raised() -> None:
     replay = full(0)
     dataset = PreloadReplayBufferDataset(replay, None, 4, 1, 0, prefetch_size=1)
     batches = iter(dataset)

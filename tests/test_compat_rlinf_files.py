@@ -80,7 +80,7 @@ def test_ranks_are_interleaved_by_trajectory_id_in_natural_order(ranks: Path, tm
         assert first_rewards(ranks / "rank_10") == [1001, 1002, 1005]
 
 
-def test_what_is_listed_and_has_no_file_does_not_stop_a_merge(ranks: Path, tmp_path: Path) -> None:  # W16
+def test_what_is_listed_and_has_no_file_does_not_stop_a_merge(ranks: Path, tmp_path: Path) -> None:
     (ranks / "rank_2" / f"trajectory_0_{NO_VERSIONS}.pt").unlink()
     merge(ranks, tmp_path / "merged", how="move")
     assert first_rewards(tmp_path / "merged") == [0, 100, 1, 201, 1001, 1002, 5, 1005]
