@@ -707,3 +707,12 @@ def test_a_writer_whose_stream_was_removed_does_not_bring_it_back(place: Any) ->
         writer._release()
         assert store.refresh().streams == ()
         assert storage.list_tree("streams") == ["streams/zarr.json"]
+
+
+def test_nested_tensordicts_are_taken_as_nested_mappings_are(url: str) -> None:
+    tensordict = pytest.importorskip("tensordict")
+    given = {"o": {"x": {"y": torch.arange(3)}}, "reward": torch.zeros(3)}
+    store = trajstore.create(url)
+    with store.writer() as writer:
+        writer.append_episode(tensordict.TensorDict(given, [3]))
+    assert store.refresh().read_episode(0)["o"]["x"]["y"].tolist() == [0, 1, 2]

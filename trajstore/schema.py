@@ -325,7 +325,8 @@ def flatten(data: Any, prefix: str = "", into: dict[str, Any] | None = None) -> 
     for name, value in data.items():
         if not isinstance(name, str) or "/" in name:
             raise DataError(f"field name {name!r} in '{prefix}': expected a string without '/'")
-        if isinstance(value, dict) or (hasattr(value, "items") and not hasattr(value, "dtype")):
+        # A TensorDict is a mapping and has a dtype; a column of pandas has items and is none.
+        if hasattr(value, "items") and (isinstance(value, Mapping) or not hasattr(value, "dtype")):
             flatten(value, f"{prefix}{name}/", flat)
         else:
             flat[prefix + name] = value
