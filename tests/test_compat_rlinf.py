@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import pickle  # noqa: TID251 - to write what must not be loaded
+import shutil
 import signal
 import subprocess
 import sys
@@ -826,6 +827,28 @@ def test_directories_of_rlinf_are_loaded_with_either_spelling_of_the_index(tmp_p
         same(buffer.get_trajectory(number), one)
     buffer.add_trajectories([trajectory(5)])
     assert buffer.trajectory_ids[-1] == 5
+    buffer.close()
+
+
+def test_what_rlinf_itself_saved_is_loaded(tmp_path: Path) -> None:
+    shutil.unpack_archive(Path(__file__).parent / "datasets" / "rlinf.zip", tmp_path)
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(tmp_path / "rlinf")
+    assert (buffer.trajectory_ids, buffer.total_samples) == ([0, 1, 2], 2 * (3 + 4 + 5))
+    for number in range(3):
+        one = buffer.get_trajectory(number)
+        assert one.shape == (3 + number, 2)
+        assert one.dones is not None
+        assert one.dones[..., 0].tolist() == [[False] * 2] * (3 + number) + [[True] * 2]
+    batch = buffer.sample(500)
+    name = batch["rewards"]
+    assert torch.equal(batch["curr_obs"]["states"], name.repeat(1, 3))
+    assert torch.equal(batch["next_obs"]["states"], name.repeat(1, 3) + 100)
+    assert torch.equal(batch["prev_values"], name / 2)
+    assert torch.equal(batch["versions"], name // 10_000)
+    assert torch.equal(batch["dones"], name % 10_000 // 100 == 2 + name // 10_000)
+    buffer.save_checkpoint(tmp_path / "again")
+    assert [entry.id for entry in Directory(tmp_path / "again").entries] == [0, 1, 2]
     buffer.close()
 
 

@@ -1,4 +1,4 @@
-"""ALF's replay buffer over trajstore: rows of environments, positions that never repeat, `get_batch` of ``[B, T]``."""
+"""ALF's replay buffer over trajstore: a row for every environment, positions that never repeat."""
 
 from trajstore.compat.alf.buffer import BatchInfo, ReplayBuffer, StepType
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-import math
+import functools
 import os
 import threading
-import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -16,9 +15,10 @@ import torch
 
 from trajstore import checkpoints
 from trajstore.compat.alf import nests
+from trajstore.compat.alf.draws import Draws, Sampling
 from trajstore.compat.alf.inside import evict, random_numbers
-from trajstore.compat.alf.prioritised import PrioritisedDraws
 from trajstore.compat.alf.rows import Rows, Steps
+from trajstore.compat.private import forget, private_url
 from trajstore.errors import DataError, NotReadyError
 from trajstore.hindsight import Hindsight
 from trajstore.partitions import Policy
@@ -53,6 +53,7 @@ class BatchInfo(NamedTuple):
         positions: Of their first steps; with the row a name for ever.
         importance_weights: With priorities, that of a window relative to the mean of all that are not 0.
         replay_buffer: The buffer they are from.
+        discounted_return: Always ``()``: returns are columns of the buffer behind.
         valid: Of `gather_all`, ``[B, T]``: the step exists.
     """
 
@@ -60,15 +61,16 @@ class BatchInfo(NamedTuple):
     positions: Any = ()
     importance_weights: Any = ()
     replay_buffer: Any = ()
+    discounted_return: Any = ()
     valid: Any = ()
 
 
 class ReplayBuffer:
     """A ring of steps for every environment, from which windows are drawn; safe to use from several threads.
 
-    Experience is a nest (dicts, named tuples, dataclasses) of tensors ``[B, ...]`` with a ``step_type`` somewhere in
-    it, and comes back as the same kind of nest; ``reward`` is that which arrived with the observation of the same
-    step. Every window that lies in one row is as likely as every other, whatever row that is.
+    Experience is a nest (dicts, named tuples, dataclasses) of tensors ``[B, ...]`` with a ``step_type`` somewhere
+    in it, and comes back as the same kind of nest; ``reward`` is that which arrived with the observation of the
+    same step. Every window that lies in one row is as likely as every other, whatever row that is.
 
     Args:
         data_spec: A nest of specs (whatever has a shape and a dtype) of one step; None: as the first batch is.
@@ -107,15 +109,12 @@ class ReplayBuffer:
     ) -> None:
         for name, value in (("num_environments", num_environments), ("max_length", max_length)):
             check_positive(name, value)
-        if not 0.0 <= recent_data_ratio <= 1.0:
-            raise ValueError(f"recent_data_ratio: expected a number from 0 to 1, got {recent_data_ratio!r}")
-        check_positive("recent_data_steps", recent_data_steps)
+        recent = recent_data_steps, recent_data_ratio
+        self._sampling = Sampling(num_earliest_frames_ignored, *recent, with_replacement, initial_priority)
         self._lock = threading.RLock()
-        self._n_ignored, self._initial_priority = num_earliest_frames_ignored, initial_priority
-        self._recent = recent_data_steps, recent_data_ratio
-        self._is_stratified = not with_replacement
-        self._url = f"memory://alf-{uuid.uuid4().hex}" if url is None else os.fspath(url)
-        self._options = {
+        self._is_private = url is None
+        self._url = private_url("alf") if url is None else os.fspath(url)
+        self._options: dict[str, Any] = {
             "device": str(device),
             "capacity": None,  # rows have limits of their own
             "priorities": _PRIORITIES if prioritized_sampling else None,
@@ -126,9 +125,10 @@ class ReplayBuffer:
         self._form: Any = None
         self._paths: dict[str, str | None] = {}
         self._buffer: Buffer | None = None
-        self._priorities: PrioritisedDraws | None = None
+        self._draws: Draws | None = None
         if data_spec is not None:
             self._open(data_spec, n_lead=0)
+            self._form = _paths_of(data_spec)
 
     @classmethod
     def resume(
@@ -146,8 +146,8 @@ class ReplayBuffer:
         """Go on from a checkpoint, with any number of ranks.
 
         With as many as before, rows, positions, priorities and the next batch are those that would have come. With
-        another number, or a ``policy``, episodes are dealt out to the rows anew: see `trajstore.ReplayBuffer.resume`.
-        No step is changed: an episode that had no LAST has none, and windows do not go on from it into another.
+        another number, or a ``policy``, episodes are dealt out to the rows anew, as `trajstore.ReplayBuffer.resume`
+        does. No step is changed: an episode that had no LAST has none, and no window goes on from it into another.
 
         Args:
             url: Of the store.
@@ -162,13 +162,13 @@ class ReplayBuffer:
         buffer = cls(None, num_environments, max_length, url=url, **options)
         given = with_ranks(buffer._given)
         store = open_store(url, **{k: v for k, v in given.items() if k in ("storage_options", "fsync")})
+        _check_fields(store.schema or ())
         found = checkpoints.find(store.snapshot.storage, checkpoint)
         is_anew = policy is not None or (found.n_ranks or 1) != (given["world_size"] or 1)
         n_envs = num_environments if is_anew else None
-        how = {"policy": policy, "incomplete": incomplete, "n_envs": n_envs}
+        how: dict[str, Any] = {"policy": policy, "incomplete": incomplete, "n_envs": n_envs}
         buffer._enter(Buffer.resume(url, found.id, **how, **buffer._options, **given))
-        if data_spec is not None:
-            buffer._form = nests.rebuilt(data_spec, lambda path: path)
+        buffer._form = None if data_spec is None else _paths_of(data_spec)
         return buffer
 
     def _open(self, example: Any, n_lead: int) -> None:
@@ -177,35 +177,39 @@ class ReplayBuffer:
         fields = {path: Field(leaf.dtype, tuple(leaf.shape)[n_lead:]) for path, leaf in leaves.items()}
         if _POSITION in fields:
             raise DataError(f"field '{_POSITION}' holds positions here; call it something else")
-        reward = nests.leaf_path(fields, "reward")
-        schema = Schema(nest(fields | {_POSITION: Field("int64")}), reward=reward, reward_alignment="observation")
+        fields[_POSITION] = Field("int64")
+        _check_fields(fields)
+        schema = Schema(nest(fields), reward=nests.leaf_path(fields, "reward"), reward_alignment="observation")
         self._enter(Buffer(self._url, schema=schema, seed=self._seed, **self._options, **self._given))
-        self._form = nests.rebuilt(example, lambda path: path)
 
     def _enter(self, buffer: Buffer) -> None:
         """Go on with a buffer and what it holds."""
         assert buffer.schema is not None
         names = ("step_type", "discount", "env_id")
-        self._paths = {name: nests.leaf_path(buffer.schema.fields, name) for name in names}
-        if self._paths["step_type"] is None:
-            raise DataError(f"expected a field 'step_type', got {', '.join(buffer.schema)}")
-        self._fields = tuple(path for path in buffer.schema if path != _POSITION)
-        self._buffer, self._stream = buffer, buffer.streams.index(buffer.stream)
-        if len(buffer):
-            self._rows = Rows.of(len(self._rows), self._rows.length, self._recorded(buffer))
-        if buffer.options.priorities is not None:
-            self._priorities = PrioritisedDraws(buffer, self._rows, self._initial_priority)
+        self._paths = {name: nests.leaf_path(buffer.schema, name) for name in names}
+        self._steps = Windows(squeeze=True, fields=tuple(path for path in buffer.schema if path != _POSITION))
+        self._stream = buffer.streams.index(buffer.stream)
+        try:
+            if len(buffer):
+                self._rows = Rows.of(len(self._rows), self._rows.length, self._recorded(buffer))
+            self._draws = Draws(buffer, self._rows, self._sampling)
+        except BaseException:
+            buffer.close()
+            raise
+        self._buffer = buffer
 
     def _recorded(self, buffer: Buffer) -> Steps:
         """All steps of a buffer, in order."""
         kind = str(self._paths["step_type"])
         windows = Windows(squeeze=True, fields=(kind, _POSITION), provenance=True)
-        blocks = []
+        blocks, numbers = [], random_numbers(buffer)
+        counter = numbers.counter
         for batch in buffer.epoch(_BLOCK, windows, shuffle=False):
             made, step_type = batch["provenance"], flatten(batch)[kind]
             is_own = (made["rank"] == made["source_rank"]) & (made["env"] == made["source_env"])
             is_end = step_type == StepType.FIRST, step_type == StepType.LAST
             blocks.append((made["env"], *batch["index"].unbind(1), batch[_POSITION], is_own, *is_end))
+        numbers.counter = counter  # the iterator took some, and nothing was drawn
         steps = Steps(*(torch.cat(column).cpu().numpy() for column in zip(*blocks, strict=True)))
         if steps.row.max() >= len(self._rows):
             raise DataError(
@@ -242,15 +246,15 @@ class ReplayBuffer:
         with self._lock:
             if self._buffer is None:
                 self._open(batch, n_lead=1)
-            if self._form is None:
-                self._form = nests.rebuilt(batch, lambda path: path)
             rows, row, step = self._rows, self._checked_rows(env_ids), nests.flat(batch)
             is_first, is_last, terminated = self._kinds(step, len(row))
             step[_POSITION] = rows.stop[row]
             self._end_open(row[is_first & rows.is_open(row)], step, len(row))
-            ends = {"terminated": terminated, "truncated": is_last & ~terminated}
-            added: Any = self.memory.append(nest(step), envs=row, **ends)
+            envs = range(len(rows)) if np.array_equal(row, np.arange(len(rows))) else row  # the former is known
+            truncated = is_last & ~terminated
+            added: Any = self.memory.append(nest(step), envs=envs, terminated=terminated, truncated=truncated)
             rows.add(row, self._stream, (added.episode, added.t), is_first, is_last)
+            self._form = _paths_of(batch) if self._form is None else self._form
             if rows.n_over >= max(_LEAST_SWEEP, len(rows) * rows.length // _SWEEP):
                 self._sweep()
 
@@ -261,6 +265,8 @@ class ReplayBuffer:
             raise DataError(f"env_ids: expected some integers [B], got {row.dtype} of shape {row.shape}")
         if row.min() < 0 or row.max() >= n:
             raise DataError(f"env_ids: expected 0 to {n - 1}, got {row.min()} to {row.max()}")
+        if np.bincount(row).max() > 1:
+            raise DataError(f"env_ids: expected each row once, got {row.tolist()!s:.80}")
         return row.astype(np.int64)
 
     def _kinds(self, step: Mapping[str, Any], n: int) -> tuple[Array, Array, Array]:
@@ -293,10 +299,10 @@ class ReplayBuffer:
         """Forget all steps of some rows, or of all; their positions and open episodes go on."""
         with self._lock:
             self._rows.clear(self._checked_rows(env_ids))
-            if self._buffer is not None:
+            if self._draws is not None:
                 self._sweep()
-            if self._priorities is not None:
-                self._priorities.forget()
+                if self._draws.priorities is not None:
+                    self._draws.priorities.forget()
 
     # ---- drawing
 
@@ -308,78 +314,41 @@ class ReplayBuffer:
         Args:
             batch_size: How many.
             batch_length: Steps of each.
-            relabel: Give some windows goals that were achieved later in their episode, up to its end; paths of
-                fields are as ``observation/desired_goal``.
+            relabel: Give some windows goals that were achieved; where one goes on into another episode, that part
+                is seen by itself. Paths of fields are as ``observation/desired_goal``.
 
         Returns:
             A nest of tensors ``[batch_size, batch_length, ...]``, and where they come from.
 
         Raises:
-            NotReadyError: No row has so many steps in a row.
+            NotReadyError: No row has so many steps that follow each other.
         """
         check_positive("batch_size", batch_size)
         check_positive("batch_length", batch_length)
         with self._lock:
-            row, position, weight = self._draw(batch_size, batch_length)
-            steps = position[:, None] + np.arange(batch_length)
-            values = self._values(np.broadcast_to(row[:, None], steps.shape), steps)
-            if relabel is not None:
-                values = self._relabelled(values, row, position, batch_length, relabel)
-            env_ids, positions = self._tensors(row, position)
+            if self._draws is None:
+                raise NotReadyError("the buffer is empty: add experience before drawing from it")
+            drawn = self._draws.draw(batch_size, batch_length)
+            values = self._windows(drawn.row, drawn.position, batch_length, relabel)
+            env_ids, positions = self._tensors(drawn.row, drawn.position)
+            weight = () if drawn.weight is None else drawn.weight
             return self._nested(values), BatchInfo(env_ids, positions, weight, self)
 
-    def _draw(self, n: int, length: int) -> tuple[Array, Array, Any]:
-        """Rows and positions, the recent ones first, and weights where there are priorities."""
-        low = self._rows.first + self._n_ignored
-        n_recent = self._n_recent(n, length)
-        recent = np.maximum(low, self._rows.stop - length + 1 - self._recent[0])
-        parts = [self._uniform(n_recent, length, recent)] if n_recent else []
-        if n_recent < n or self._priorities is not None:
-            draw = self._uniform if self._priorities is None else self._by_priority
-            parts.append(draw(n - n_recent, length, low))
-        row, position = (np.concatenate(column) for column in zip(*parts, strict=True))
-        if self._priorities is None:
-            return row, position, ()
-        weight = self._priorities.weights(row, position, length) * (1 - n_recent / n)
-        if n_recent:  # what is recent could come either way
-            of_recent = self._rows.starts(length, recent).total
-            share = n_recent / n * self._priorities.n_positive(length) / of_recent
-            weight = weight + torch.from_numpy((position >= recent[row]) * share).to(weight.device)
-        return row, position, weight.to(torch.float32)
-
-    def _n_recent(self, n: int, length: int) -> int:
-        """How many windows are to be recent ones, where an even draw would not give as many."""
-        steps, ratio = self._recent
-        windows = float(self._rows.sizes.mean()) - (length - 1 + self._n_ignored)
-        return math.ceil(n * ratio) if windows * ratio > steps else 0
-
-    def _uniform(self, n: int, length: int, low: Array) -> tuple[Array, Array]:
-        starts, device = self._rows.starts(length, low), torch.device("cpu")
-        if not starts.total:
-            longest = self._rows.sizes.max()
-            raise NotReadyError(f"no row has {length} steps that follow each other; the longest row has {longest}")
-        numbers = random_numbers(self.memory)
-        if not self._is_stratified:
-            return starts.at(numbers.below(n, starts.total, device).numpy())
-        part = (torch.arange(n) + numbers.uniform(n, device)) / n
-        return starts.at((part * starts.total).to(torch.int64).clamp_(max=starts.total - 1).numpy())
-
-    def _by_priority(self, n: int, length: int, low: Array) -> tuple[Array, Array]:
-        assert self._priorities is not None
-        return self._priorities.draw(n, length, low, self._is_stratified)
-
-    def _relabelled(
-        self, values: dict[str, torch.Tensor], row: Array, position: Array, length: int, relabel: Hindsight
+    def _windows(
+        self, row: Array, position: Array, length: int, relabel: Hindsight | None
     ) -> dict[str, torch.Tensor]:
-        """The same with other goals, as far as the episode goes in which a window starts."""
-        windows = Windows(length=length, boundary="pad_right", fields=self._fields)
-        handles = torch.from_numpy(self._rows.handles(row, position))
-        batch = flatten(self.memory.at(handles, windows, relabel=relabel))
-        found = {}
-        for path, value in values.items():
-            valid = batch["valid"].reshape(*batch["valid"].shape, *(1,) * (value.dim() - 2))
-            found[path] = torch.where(valid, batch[path], value)
-        return self._with_rows(found, np.broadcast_to(row[:, None], (len(row), length)))
+        """Fields of windows that start at steps, by path."""
+        parts = self._rows.parts(row, position, length)
+        handles = torch.from_numpy(self._rows.handles(parts.row, parts.position))
+        batch = flatten(self.memory.at(handles, _inside_episodes(length, self._steps.fields), relabel=relabel))
+        values = {path: batch[path] for path in self._steps.fields or ()}
+        if len(parts.window) > len(row):
+            to, from_ = self._tensors(*parts.joints(len(row), length))
+            for path, value in values.items():
+                steps = value.flatten(0, 1)
+                steps.index_copy_(0, to, steps.index_select(0, from_))
+                values[path] = value[: len(row)]
+        return self._with_rows(values, np.repeat(row[:, None], length, 1))
 
     def update_priority(self, env_ids: Any, positions: Any, priorities: torch.Tensor) -> None:
         """Set the priorities of windows that start at steps; of those that rows gave up meanwhile, nothing is set.
@@ -387,19 +356,18 @@ class ReplayBuffer:
         A priority of exactly 0 means never. Where a step is named twice, the last one counts.
         """
         with self._lock:
-            if self._priorities is None:
+            if self._draws is None or self._draws.priorities is None:
                 raise ValueError("this buffer has no priorities; make it with prioritized_sampling=True")
             row, position = self._places(env_ids, positions, is_strict=False)
             here = self._rows.has(row, position)
             chosen = torch.from_numpy(here).to(priorities.device)
-            self._priorities.update(row[here], position[here], priorities.reshape(-1)[chosen])
+            self._draws.priorities.update(row[here], position[here], priorities[chosen])
 
     @property
     def initial_priority(self) -> torch.Tensor:
         """That of new steps: the largest that there has been."""
-        if self._priorities is None:
-            return torch.tensor(self._initial_priority)
-        return torch.tensor(self._priorities.initial_priority)
+        priorities = None if self._draws is None else self._draws.priorities
+        return torch.tensor(self._sampling.initial_priority if priorities is None else priorities.initial_priority)
 
     # ---- finding steps
 
@@ -407,17 +375,17 @@ class ReplayBuffer:
         """How many steps follow in the same episode, as far as it has been recorded."""
         with self._lock:
             row, position = self._places(env_ids, pos)
-            return self._tensors(self._rows.ends(row, position) - position)[0].reshape(np.shape(pos))
+            return self._tensors(self._rows.ends(row, position) - position)[0]
 
     def get_episode_begin_position(self, pos: Any, env_ids: Any) -> torch.Tensor:
         """Where the episodes of steps began; that step may have been given up."""
         with self._lock:
             row, position = self._places(env_ids, pos)
-            return self._tensors(self._rows.begins(row, position))[0].reshape(np.shape(pos))
+            return self._tensors(self._rows.begins(row, position))[0]
 
     def get_earliest_position(self, env_ids: Any) -> torch.Tensor:
         """The position of the oldest step that rows have."""
-        return self._tensors(self._rows.first[np.asarray(env_ids)])[0]
+        return self._tensors(self._rows.first[torch.as_tensor(env_ids).cpu().numpy()])[0]
 
     def get_current_position(self) -> torch.Tensor:
         """By row, the position of the next step."""
@@ -431,15 +399,13 @@ class ReplayBuffer:
             KeyError: There is no such field.
         """
         with self._lock:
-            shape = np.broadcast_shapes(np.shape(env_ids), np.shape(positions))
             row, position = self._places(env_ids, positions)
-            names = {name: name.replace(".", "/") for name in nests.flat(field_name).values()}
-            forms = {name: nests.part_of(self._shape_of_steps(), path) for name, path in names.items()}
-            paths = [path for form in forms.values() for path in nests.flat(form).values()]
-            values = self._values(row.reshape(shape), position.reshape(shape), tuple(dict.fromkeys(paths)))
-            found = {name: self._nested(values, form) for name, form in forms.items()}
-            asked = nests.flat(field_name)
-            return nests.rebuilt(field_name, lambda path: found[asked[path]])
+            asked = {at: name.replace(".", "/") for at, name in nests.flat(field_name).items()}
+            forms = {path: nests.part_of(self._form_of_steps(), path) for path in asked.values()}
+            paths = dict.fromkeys(leaf for form in forms.values() for leaf in nests.flat(form).values())
+            values = self._values(row, position, tuple(paths))
+            found = {path: nests.mapped(form, values.__getitem__) for path, form in forms.items()}
+            return nests.rebuilt(field_name, lambda at: found[asked[at]])
 
     def gather_all(self, ignore_earliest_frames: bool = False) -> tuple[Any, BatchInfo]:
         """All steps of all rows, oldest first: ``[num_environments, T, ...]``, T being those of the fullest row.
@@ -447,9 +413,9 @@ class ReplayBuffer:
         Shorter rows are filled up with zeros; ``valid`` of the info says which steps exist.
         """
         with self._lock:
-            low = self._rows.first + (self._n_ignored if ignore_earliest_frames else 0)
+            low = self._rows.first + (self._sampling.n_ignored if ignore_earliest_frames else 0)
             steps = low[:, None] + np.arange(max(0, int((self._rows.stop - low).max())))
-            row = np.broadcast_to(np.arange(len(low))[:, None], steps.shape)
+            row = np.repeat(np.arange(len(low))[:, None], steps.shape[1], 1)
             valid = self._rows.has(row, steps)
             if not valid.any():
                 raise NotReadyError("the buffer is empty: add experience first")
@@ -458,7 +424,7 @@ class ReplayBuffer:
             whole = {path: value.new_zeros((*mask.shape, *value.shape[1:])) for path, value in values.items()}
             for path, value in values.items():
                 whole[path][mask] = value
-            return self._nested(whole), BatchInfo(env_ids, positions, (), self, mask)
+            return self._nested(whole), BatchInfo(env_ids, positions, replay_buffer=self, valid=mask)
 
     @property
     def total_size(self) -> torch.Tensor:
@@ -484,29 +450,29 @@ class ReplayBuffer:
         return str(self._options["device"])
 
     def _places(self, env_ids: Any, positions: Any, *, is_strict: bool = True) -> tuple[Array, Array]:
-        """Rows and positions, flat.
+        """Rows and positions, of one shape.
 
         Raises:
             IndexError: There is no such row or, where ``is_strict``, no such step.
         """
         row, position = np.broadcast_arrays(*(np.asarray(torch.as_tensor(a).cpu()) for a in (env_ids, positions)))
-        row, position = row.astype(np.int64).ravel(), position.astype(np.int64).ravel()
+        row, position = row.astype(np.int64), position.astype(np.int64)
         is_row = (row >= 0) & (row < len(self._rows))
         here = is_row if not is_strict else is_row & self._rows.has(np.where(is_row, row, 0), position)
         if not here.all():
             lost = int(np.flatnonzero(~here)[0])
-            has = f"{self._rows.first[row[lost]]} to {self._rows.stop[row[lost]] - 1}" if is_row[lost] else "none"
-            raise IndexError(f"env {row[lost]}, position {position[lost]}: no such step; that row has {has}")
+            env, at = int(row.flat[lost]), int(position.flat[lost])
+            has = f"{self._rows.first[env]} to {self._rows.stop[env] - 1}" if is_row.flat[lost] else "none"
+            raise IndexError(f"env {env}, position {at}: no such step; that row has {has}")
         return row, position
 
     def _values(
         self, row: Array, position: Array, fields: tuple[str, ...] | None = None
     ) -> dict[str, torch.Tensor]:
         """Fields of steps that are here, by path, with the axes of ``position`` in front."""
-        windows = Windows(squeeze=True, fields=fields or self._fields)
-        batch = flatten(
-            self.memory.at(torch.from_numpy(self._rows.handles(row.ravel(), position.ravel())), windows)
-        )
+        windows = self._steps if fields is None else Windows(squeeze=True, fields=fields)
+        handles = torch.from_numpy(self._rows.handles(row, position).reshape(-1, 3))
+        batch = flatten(self.memory.at(handles, windows))
         shaped = {
             path: batch[path].reshape(*position.shape, *batch[path].shape[1:]) for path in windows.fields or ()
         }
@@ -519,14 +485,13 @@ class ReplayBuffer:
             values[path] = self._tensors(row)[0].to(values[path].dtype)
         return values
 
-    def _shape_of_steps(self) -> Any:
+    def _form_of_steps(self) -> Any:
         """A nest of paths."""
-        return nest({path: path for path in self._fields}) if self._form is None else self._form
+        return nest({path: path for path in self._steps.fields or ()}) if self._form is None else self._form
 
-    def _nested(self, values: Mapping[str, torch.Tensor], form: Any = None) -> Any:
-        form = self._shape_of_steps() if form is None else form
-        paths = nests.flat(form)
-        return nests.rebuilt(form, lambda path: values[paths[path]])
+    def _nested(self, values: Mapping[str, torch.Tensor]) -> Any:
+        """Fields of steps as the nest that they came as."""
+        return nests.rebuilt(self._form_of_steps(), values.__getitem__)
 
     def _tensors(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
         return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays)
@@ -548,6 +513,8 @@ class ReplayBuffer:
         """Release memory and threads; what is at a URL stays there."""
         if self._buffer is not None:
             self._buffer.close()
+        if self._is_private:
+            forget(self._url)
 
     def __enter__(self) -> ReplayBuffer:
         return self
@@ -557,3 +524,20 @@ class ReplayBuffer:
     ) -> None:
         if self._buffer is not None:
             self._buffer.__exit__(kind, error, trace)
+
+
+def _check_fields(paths: Iterable[str]) -> None:
+    """Refuse steps that are not ALF's."""
+    if missing := [name for name in ("step_type", _POSITION) if nests.leaf_path(paths, name) is None]:
+        raise DataError(f"expected a field '{missing[0]}', got {', '.join(paths) or 'none'}")
+
+
+def _paths_of(nest: Any) -> Any:
+    """A nest with the path of each leaf in its place."""
+    return nests.rebuilt(nest, lambda path: path)
+
+
+@functools.lru_cache(64)
+def _inside_episodes(length: int, fields: tuple[str, ...] | None) -> Windows:
+    """Windows as far as the episode goes that they start in."""
+    return Windows(length=length, boundary="pad_right", fields=fields)

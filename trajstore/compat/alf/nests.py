@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from trajstore.errors import DataError
@@ -25,6 +25,12 @@ def rebuilt(form: Any, leaf: Callable[[str], Any], prefix: str = "") -> Any:
     return _like(form, {name: rebuilt(part, leaf, f"{prefix}{name}/") for name, part in parts.items()})
 
 
+def mapped(nest: Any, function: Callable[[Any], Any]) -> Any:
+    """A nest with what a function makes of each leaf."""
+    leaves = flat(nest)
+    return rebuilt(nest, lambda path: function(leaves[path]))
+
+
 def part_of(nest: Any, path: str) -> Any:
     """What lies at a path, a leaf or a nest.
 
@@ -39,7 +45,7 @@ def part_of(nest: Any, path: str) -> Any:
     return nest
 
 
-def leaf_path(paths: Mapping[str, Any], name: str) -> str | None:
+def leaf_path(paths: Iterable[str], name: str) -> str | None:
     """The path of the leaf of this name that is nested least, as ``time_step/reward`` for ``reward``."""
     found = [path for path in paths if path.rpartition("/")[2] == name]
     return min(found, key=lambda path: path.count("/"), default=None)

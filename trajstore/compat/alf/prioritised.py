@@ -42,18 +42,26 @@ class PrioritisedDraws:
         """Make the trees anew: steps went that are not the oldest of rows."""
         self._trees = {}
 
-    def draw(self, n: int, length: int, low: Array, stratified: bool) -> tuple[Array, Array]:
-        """Rows and positions of windows.
+    def follow(self, length: int, low: Array) -> None:
+        """Catch up with the rows, for windows of so many steps that start at ``low`` of each row or later."""
+        self._settle_scale()
+        tree = self._trees.get(length)
+        if tree is None:
+            tree = self._trees[length] = _Tree(length, self._rows, self._device)
+            if len(self._trees) > _MAX_LENGTHS:
+                self._trees.pop(next(iter(self._trees)))
+        self._follow(tree, low)
+
+    def draw(self, n: int, length: int, stratified: bool) -> tuple[Array, Array]:
+        """Rows and positions of windows of a length that was just followed.
 
         Raises:
             NotReadyError: There are none, or all have priority 0.
         """
-        tree = self._tree(length, low)
-        if not int(tree.sums.total):
-            raise NotReadyError(
-                f"no window of {length} steps that could be drawn has a priority above 0; add more steps"
-            )
-        leaf, _ = tree.sums.draw(n, random_numbers(self._buffer), stratified=stratified)
+        sums = self._trees[length].sums
+        if not int(sums.total):
+            raise NotReadyError(f"no window of {length} steps that follow each other has a priority above 0")
+        leaf, _ = sums.draw(n, random_numbers(self._buffer), stratified=stratified)
         row, place = np.divmod(leaf.cpu().numpy(), self._rows.length)
         return row, place + (self._rows.stop[row] - 1 - place) // self._rows.length * self._rows.length
 
@@ -74,16 +82,6 @@ class PrioritisedDraws:
         for tree in self._trees.values():
             self._put(tree, row, position)
 
-    def _tree(self, length: int, low: Array) -> _Tree:
-        self._settle_scale()
-        tree = self._trees.get(length)
-        if tree is None:
-            tree = self._trees[length] = _Tree(length, self._rows, self._device)
-            if len(self._trees) > _MAX_LENGTHS:
-                self._trees.pop(next(iter(self._trees)))
-        self._follow(tree, low)
-        return tree
-
     def _settle_scale(self) -> None:
         """Masses are whole numbers whose sum stays below 2**62; their scale follows from the largest priority."""
         exponent = math.frexp(priority_table(self._buffer).largest)[1]
@@ -92,7 +90,7 @@ class PrioritisedDraws:
             self._exponent, self._trees = exponent, {}
 
     def _follow(self, tree: _Tree, low: Array) -> None:
-        """Catch up with the rows: with new steps, windows that they make complete, and starts that are passed."""
+        """Put in new steps and windows that they complete, and take out starts that are passed."""
         rows, changed = self._rows, np.flatnonzero((self._rows.stop > tree.seen) | (low > tree.low))
         if not len(changed):
             return

@@ -8,6 +8,7 @@ import numpy as np
 
 from trajstore.index import GONE
 from trajstore.schema import Array
+from trajstore.spans import all_between
 
 GENERATION = 40  # bits of a position below its generation: rows that are laid anew begin another
 _ROW, _STREAM, _EPISODE, _SHIFT, _BEGIN, _LAST, _STRETCH = range(7)  # of episodes; t is position - shift
@@ -48,6 +49,26 @@ class Starts:
         at = np.searchsorted(self.sums, number, side="right")
         before = np.append(0, self.sums)[at]
         return self.row[at], self.first[at] + number - before
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Windows cut where episodes end, first all first parts; ``[n]`` each.
+
+    A part holds the steps ``start`` to ``stop`` of its window, which stand in a row from a position on.
+    """
+
+    window: Array
+    start: Array
+    stop: Array
+    row: Array
+    position: Array
+
+    def joints(self, n: int, length: int) -> tuple[Array, Array]:
+        """Where steps of later parts belong in ``n`` windows, and where they are: places in ``[parts, length]``."""
+        owner, step = all_between(self.start[n:], self.stop[n:])
+        from_ = (n + owner) * length + step - self.start[n:][owner]
+        return self.window[n:][owner] * length + step, from_
 
 
 class _Table:
@@ -150,27 +171,27 @@ class Rows:
 
     def has(self, row: Array, position: Array) -> Array:
         """Whether rows keep steps at positions."""
-        inside = (position >= self.first[row]) & (position < self.stop[row])
-        found: Array = inside & (self._episode_at[row, position % self.length] >= 0)
+        found: Array = (position >= self.first[row]) & (position < self.stop[row])
         return found
 
     def handles(self, row: Array, position: Array) -> Array:
-        """Stream, episode and t of steps that are here, ``[n, 3]``."""
+        """Stream, episode and t of steps that are here, ``[..., 3]``."""
         episode = self._of(row, position)
-        return np.stack([episode[:, _STREAM], episode[:, _EPISODE], position - episode[:, _SHIFT]], 1)
+        return np.stack([episode[..., _STREAM], episode[..., _EPISODE], position - episode[..., _SHIFT]], -1)
 
     def begins(self, row: Array, position: Array) -> Array:
         """The position at which the episode of a step began, which may be gone."""
-        begin: Array = self._of(row, position)[:, _BEGIN]
+        begin: Array = self._of(row, position)[..., _BEGIN]
         return begin
 
     def ends(self, row: Array, position: Array) -> Array:
         """The position of the newest step of its episode."""
-        end: Array = self._of(row, position)[:, _LAST]
+        end: Array = self._of(row, position)[..., _LAST]
         return end
 
     def _of(self, row: Array, position: Array) -> Array:
-        return self._episodes.data[self._episode_at[row, position % self.length]]
+        episodes: Array = self._episodes.data[self._episode_at[row, position % self.length]]
+        return episodes
 
     # ---- windows
 
@@ -182,9 +203,20 @@ class Rows:
 
     def is_start(self, row: Array, position: Array, length: int) -> Array:
         """Whether a window of so many steps may start at steps that are here."""
-        stretch = self._of(row, position)[:, _STRETCH]
+        stretch = self._of(row, position)[..., _STRETCH]
         found: Array = position + length <= self._stretches.data[stretch, _STRETCH_STOP]
         return found
+
+    def parts(self, row: Array, position: Array, length: int) -> Parts:
+        """Windows of so many steps, in parts that lie in one episode each."""
+        window, start, found = np.arange(len(row)), np.zeros(len(row), np.int64), []
+        while len(window):
+            stop = start + self.ends(row, position) + 1 - position
+            found.append((window, start, np.minimum(stop, length), row, position))
+            goes_on = stop < length
+            position = (position + stop - start)[goes_on]
+            window, start, row = window[goes_on], stop[goes_on], row[goes_on]
+        return Parts(*map(np.concatenate, zip(*found, strict=True)))
 
     # ---- what is over
 
@@ -212,7 +244,7 @@ class Rows:
     def of(cls, n_rows: int, length: int, steps: Steps) -> Rows:
         """Rows with the steps of a store, at the positions that they had.
 
-        Where rows were dealt out anew, steps stand one after the other in order of arrival, before the first
+        Where rows were dealt out anew, steps stand one after the other in order of arrival, right before the first
         position of another generation; and rows are as long as the longest of them then.
         """
         mine = [np.flatnonzero(steps.row == row) for row in range(n_rows)]
@@ -228,10 +260,9 @@ class Rows:
         return rows
 
     def _lay(self, row: int, steps: Steps, position: Array, stop: int) -> None:
-        is_next = np.append(False, np.diff(position) == 1)
-        is_same = (np.diff(steps.stream) == 0) & (np.diff(steps.episode) == 0) & (np.diff(steps.t) == 1)
-        begins = ~(is_next & np.append(False, is_same))
-        is_broken = begins & ~(is_next & steps.is_first & np.append(False, steps.is_last[:-1]))
+        """Fill a row with steps at positions that follow each other."""
+        begins = np.append(True, (np.diff(steps.stream) != 0) | (np.diff(steps.episode) != 0))
+        is_broken = begins & ~(steps.is_first & np.append(False, steps.is_last[:-1]))
         stops = np.append(position[:-1][begins[1:]], position[-1])
         breaks = np.append(position[:-1][is_broken[1:]], position[-1]) + 1
         stretch = self._stretches.add(np.full(len(breaks), row), position[is_broken], breaks)
@@ -249,15 +280,19 @@ class Rows:
 
 
 def _positions(stored: Array, is_own: Array) -> tuple[Array, int, bool]:
-    """Positions of a row's steps, that of the next one, and whether the steps were laid anew."""
+    """Positions of a row's steps, that of the next one, and whether some were laid anew."""
     if not len(stored):
         return stored, 0, False
-    generation = stored >> GENERATION
-    newest = int(generation.max())
-    kept = generation == newest
-    if not is_own[kept].all() or len(np.unique(stored[kept])) < kept.sum():
-        kept, newest = np.zeros(len(stored), bool), newest + 1
+    base = int(stored.max()) >> GENERATION << GENERATION
+    kept = stored >= base
+    if not is_own[kept].all() or not _is_unbroken(stored[kept], None if kept.all() else base):
+        kept, base = np.zeros(len(stored), bool), base + (1 << GENERATION)
     position, old = stored.copy(), np.flatnonzero(~kept)
-    base = newest << GENERATION
     position[old] = base - len(old) + np.arange(len(old))
     return position, max(base, int(position.max()) + 1), len(old) > 0
+
+
+def _is_unbroken(position: Array, first: int | None) -> bool:
+    """Whether positions follow each other, each once, from some first one on."""
+    rising = np.sort(position)
+    return bool((np.diff(rising) == 1).all()) and first in (None, rising[0])
