@@ -51,8 +51,7 @@ def add_commands(app: "typer.Typer", shell: Shell) -> None:
     for verb, (way, about, make) in groups.items():
         group = typer.Typer(help=f"{about} Goes on where an earlier run stopped.", no_args_is_help=True)
         for name, kind in FORMATS.items():
-            if verb == "import" or kind.can_export:
-                group.command(name, help=f"{verb.capitalize()} {way} {kind.help}.")(make(kind, shell))
+            group.command(name, help=f"{verb.capitalize()} {way} {kind.help}.")(make(kind, shell))
         app.add_typer(group, name=verb)
 
 

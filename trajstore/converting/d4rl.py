@@ -10,10 +10,10 @@ import numpy as np
 
 from trajstore.converting import hdf5
 from trajstore.converting.layout import Layout
-from trajstore.converting.plain import mapping, plain, restored
+from trajstore.converting.plain import mapping, restored
 from trajstore.converting.ports import Episode
 from trajstore.errors import DataError, FormatError
-from trajstore.schema import MAX_METADATA_BYTES, Array, Schema, flatten, nest
+from trajstore.schema import Array, Schema, flatten, nest
 
 LAYOUT = Layout("observations", "next_observations", {"actions": "action", "rewards": "reward"})
 _FLAGS = ("terminals", "timeouts")
@@ -96,13 +96,11 @@ def _is_set(flags: Any, start: int, stop: int) -> Array:
 
 def _facts(file: Any, skip: Collection[str]) -> dict[str, Any]:
     """What a file says of itself as a whole."""
-    if _METADATA not in file or _METADATA in skip:
+    if not hdf5.has(file, _METADATA) or _METADATA in skip:
         return {}
-    facts: dict[str, Any] = {}
-    for path, node in hdf5.walk(hdf5.child(file, _METADATA), skip, f"{_METADATA}/"):
-        if node.size is None or node.size * node.dtype.itemsize > MAX_METADATA_BYTES // 2:
-            raise DataError(f"{hdf5.place(node)} has no place in metadata; leave it out with skip=['{path}']")
-        facts[path.removeprefix(f"{_METADATA}/")] = plain(hdf5.place(node), np.asarray(node[()]))
+    prefix = f"{_METADATA}/"
+    found = hdf5.walk(hdf5.child(file, _METADATA), skip, prefix)
+    facts = {path.removeprefix(prefix): hdf5.small_value(array, path) for path, array in found}
     return {_METADATA: facts} if facts else {}
 
 
@@ -182,13 +180,13 @@ class D4rlSink:
         self._check_same(arrays)
         facts = mapping(mapping(episode.metadata.get("dataset")).get(_METADATA))
         about = {f"{_METADATA}/{name}": restored(value) for name, value in facts.items()}
-        self._parts.write(episode.key, lambda part: _fill(part, {**arrays, **about}))
+        self._parts.write(episode.key, lambda group: _fill(group, {**arrays, **about}))
 
     def _check_same(self, arrays: Mapping[str, Array]) -> None:
         """Refuse an episode that has more or less than the first: all steps are rows of the same arrays."""
         kinds = _kinds(arrays)
         if self._kinds is None:
-            self._kinds = next((_kinds(hdf5.arrays(part, {_METADATA})) for part in self._parts), kinds)
+            self._kinds = next((_kinds(hdf5.arrays(group, {_METADATA})) for group in self._parts), kinds)
         if others := sorted(kinds.items() ^ self._kinds.items()):
             raise DataError(f"'{others[0][0]}': expected {self._kinds} as the first episode has, got {kinds}")
 
@@ -196,19 +194,19 @@ class D4rlSink:
         self._parts.finish(self._join)
 
     def _join(self, whole: Any) -> None:
-        n_steps = sum(len(part["terminals"]) for part in self._parts)
+        n_steps = sum(len(episode["terminals"]) for episode in self._parts)
         stop = 0
-        for part in self._parts:
-            start, stop = stop, stop + len(part["terminals"])
-            for path, array in hdf5.walk(part):
+        for episode in self._parts:
+            start, stop = stop, stop + len(episode["terminals"])
+            for path, array in hdf5.walk(episode):
                 if path.startswith(f"{_METADATA}/"):
-                    part.copy(array, whole, name=path)
+                    episode.copy(array, whole, name=path)
                     continue
                 into = whole.require_dataset(path, (n_steps, *array.shape[1:]), array.dtype, exact=True)
                 into[start:stop] = array[()]
 
     def abandon(self) -> None:
-        """Nothing is open between two episodes."""
+        self._parts.flush()
 
 
 def _check_names(arrays: Iterable[str]) -> None:
@@ -221,6 +219,6 @@ def _kinds(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {path: f"{array.dtype}{list(array.shape[1:])}" for path, array in arrays.items()}
 
 
-def _fill(part: Any, arrays: Mapping[str, Any]) -> None:
+def _fill(group: Any, arrays: Mapping[str, Any]) -> None:
     for path, values in arrays.items():
-        part[path] = values
+        group[path] = values

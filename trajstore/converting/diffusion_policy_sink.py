@@ -6,6 +6,7 @@ import math
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ ENDS = "episode_ends"
 FINAL, HAS_FINAL = "final_", "has_final"  # in meta: last values of a field, and of which episodes
 FLAGS = ("terminated", "truncated")
 _CHUNK_BYTES = 2_000_000  # as diffusion_policy has it
+_BATCH_BYTES = 1 << 26  # held in memory: what a kill may lose
 
 
 def open_sink(path: str | os.PathLike[str]) -> DiffusionPolicySink:
     """Begin a replay buffer, or go on with one that is not finished; a zip file if the name ends so.
 
-    A run that is killed loses nothing; after a power cut, begin again.
+    What a run that was killed had written is gone on with; after a power cut, begin again.
     """
     unfinished = Unfinished.begin(path, {"format": "diffusion_policy"})
     for left in unfinished.place.rglob("*.partial"):  # of puts that did not come to their end
@@ -36,12 +38,23 @@ def open_sink(path: str | os.PathLike[str]) -> DiffusionPolicySink:
     return DiffusionPolicySink(unfinished)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An episode that is not written yet: what is noted of it, and its arrays by name."""
+
+    record: dict[str, Any]
+    arrays: dict[str, Array]
+    n_steps: int
+
+
 class DiffusionPolicySink:
-    """A replay buffer on its way."""
+    """A replay buffer on its way. Episodes are written many at a time: each time, a chunk of each array is anew."""
 
     def __init__(self, unfinished: Unfinished) -> None:
         self._unfinished = unfinished
         self._root = import_module("zarr").open_group(str(unfinished.place), mode="a", zarr_format=2)
+        self._waiting: list[_Waiting] = []
+        self._n_bytes = 0  # of those that wait
 
     @property
     def display(self) -> str:
@@ -51,28 +64,32 @@ class DiffusionPolicySink:
         return [str(record["key"]) for record in self._unfinished.records]
 
     def write(self, episode: Episode) -> None:
-        flat = _flat(flatten(episode.steps))
-        n_steps = length_of(flat)
-        records = self._unfinished.records
-        start, n = int(records[-1]["stop"]) if records else 0, len(records)
-        for name, values in flat.items():
-            self._put(f"data/{name}", start, values[:n_steps])
-            if len(values) > n_steps:
-                self._put(f"meta/{FINAL}{name}", n, values[n_steps:])
-        has_final = any(len(values) > n_steps for values in flat.values())
-        flags = {"terminated": episode.terminated, "truncated": episode.truncated, HAS_FINAL: has_final}
-        self._unfinished.note([{"key": episode.key, "stop": start + n_steps, **flags}])
+        arrays = _flat(flatten(episode.steps))
+        n_steps = length_of(arrays)
+        has_final = any(len(values) > n_steps for values in arrays.values())
+        record = {"key": episode.key, "terminated": episode.terminated, "truncated": episode.truncated}
+        self._waiting.append(_Waiting({**record, HAS_FINAL: has_final}, arrays, n_steps))
+        self._n_bytes += sum(values.nbytes for values in arrays.values())
+        if self._n_bytes >= _BATCH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write the episodes that wait: data first, and last the note that says that they are there."""
+        known, waiting = self._unfinished.records, self._waiting
+        start = int(known[-1]["stop"]) if known else 0
+        for name in waiting[0].arrays if waiting else ():
+            self._put(f"data/{name}", start, np.concatenate([w.arrays[name][: w.n_steps] for w in waiting]))
+            if any(len(w.arrays[name]) > w.n_steps for w in waiting):
+                self._put(f"meta/{FINAL}{name}", len(known), np.stack([_final(w, name) for w in waiting]))
+        stops = start + np.cumsum([w.n_steps for w in waiting])
+        self._unfinished.note({**w.record, "stop": int(stop)} for w, stop in zip(waiting, stops, strict=True))
+        self._waiting, self._n_bytes = [], 0
 
     def _put(self, path: str, start: int, values: Array) -> None:
         """Put rows at ``start``; what stands there is left of a run that died."""
         if path not in self._root:
             self._create(path, values)
         array: Any = self._root[path]
-        if (array.dtype, array.shape[1:]) != (values.dtype, values.shape[1:]):
-            came = f"{values.dtype} of shape {values.shape}"
-            raise DataError(
-                f"'{path}': expected {array.dtype} of shape {(len(values), *array.shape[1:])}, got {came}"
-            )
         array.resize((start + len(values), *array.shape[1:]))
         array[start:] = values
 
@@ -89,11 +106,15 @@ class DiffusionPolicySink:
         )
 
     def finish(self) -> None:
+        self._flush()
         records = self._unfinished.records
         self._put_meta(ENDS, np.array([record["stop"] for record in records], np.int64))
         has_finals = any(record[HAS_FINAL] for record in records)
         for name in (*FLAGS, HAS_FINAL) if has_finals else FLAGS:
             self._put_meta(name, np.array([record[name] for record in records]))
+        for name, array in self._root["meta"].arrays():
+            if name.startswith(FINAL):
+                array.resize((len(records), *array.shape[1:]))
         if self._unfinished.target.suffix == ".zip":
             self._unfinished.publish_file(_packed(self._unfinished.place))
         else:
@@ -105,7 +126,13 @@ class DiffusionPolicySink:
         self._root.create_array(f"meta/{name}", data=values, chunks=values.shape, compressors=None)
 
     def abandon(self) -> None:
-        """Nothing is open between two episodes."""
+        self._flush()
+
+
+def _final(waiting: _Waiting, name: str) -> Array:
+    """The final value of a field; zeros where an episode has none."""
+    values = waiting.arrays[name]
+    return values[-1] if len(values) > waiting.n_steps else np.zeros_like(values[-1])
 
 
 def _flat(steps: Mapping[str, Any]) -> dict[str, Array]:

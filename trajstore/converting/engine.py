@@ -246,7 +246,7 @@ def export_episodes(
     """Write episodes of a store to a dataset of another library, in the order of the episode table.
 
     A run that was stopped is gone on with. Open episodes are written as far as they are committed. Memory holds one
-    episode, two while it is read back.
+    episode, two while it is read back, and what the sink gathers before it writes.
 
     Args:
         store: The store, as it was opened or last refreshed, or where it is.
@@ -272,14 +272,21 @@ def export_episodes(
         count.add(n_skipped)
         _write(sink, chosen, n_skipped, count)
         sink.finish()
-    except BaseException:
-        sink.abandon()
+    except BaseException as error:
+        _abandon(sink, error)
         raise
     if reread is not None:
         with contextlib.closing(reread()) as source:
             _compare(source, chosen, count)
     n_steps = int(opened.episodes["length"][chosen.rows[n_skipped:]].sum())
     return Report(opened.url, sink.display, n - n_skipped, n_skipped, n_steps, 0 if reread is None else n)
+
+
+def _abandon(sink: Sink, error: BaseException) -> None:
+    try:
+        sink.abandon()
+    except Exception as failure:  # what went wrong first matters more; this travels with it
+        error.add_note(f"trajstore: what was written could not be kept either: {failure}")
 
 
 def stored_episode(snapshot: Snapshot, i: int, fields: Collection[str] | None = None) -> Episode:

@@ -17,14 +17,12 @@ class Format:
     """How to open datasets of one kind.
 
     Attributes:
-        module: Has ``open_source`` and, where there is an export, ``open_sink``.
+        module: Has ``open_source`` and ``open_sink``.
         help: What it is called, in a few words.
-        can_export: Whether datasets of this kind can be written.
     """
 
     module: str
     help: str
-    can_export: bool = True
 
     def open_source(self, path: Path, **options: Any) -> Source:
         """Open a dataset to read; the options are those of the module's function."""
@@ -44,5 +42,4 @@ FORMATS: dict[str, Format] = {
     "minari": Format("trajstore.converting.minari", "Minari datasets"),
     "lerobot": Format("trajstore.converting.lerobot", "LeRobot datasets of version 3"),
     "torchrl": Format("trajstore.converting.torchrl_dump", "dumps of TorchRL's replay buffers"),
-    "rlinf": Format("trajstore.converting.rlinf", "directories of RLinf's trajectories", can_export=False),
 }

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trajstore.converting.fields import is_skipped
 from trajstore.converting.plain import plain
 from trajstore.converting.unfinished import Unfinished, sync_file
 from trajstore.errors import DataError, FormatError, MissingExtraError, StoreNotFoundError
-from trajstore.schema import DTYPES, Array
+from trajstore.schema import DTYPES, MAX_METADATA_BYTES, Array
 
 _MAX_DEPTH = 16  # of groups; links may make circles
 _MAX_RATIO = 2000  # of an array to its file: more than any filter of HDF5's own can do
 _MIN_BOUND = 1 << 26  # bytes
+_MAX_SMALL_BYTES = MAX_METADATA_BYTES // 2  # as base64 it takes a third more
+_PART_BYTES = 1 << 26  # of an export: what a kill may lose
 
 
 def library() -> Any:
@@ -47,18 +52,29 @@ def place(node: Any) -> str:
     return f"{node.file.filename}: {node.name}"
 
 
+def has(group: Any, name: str) -> bool:
+    """Whether there is a group, array or link of that name; no link is followed, as ``in`` would."""
+    return bool(group.id.links.exists(name.encode("utf-8", "surrogateescape")))
+
+
 def child(group: Any, name: str) -> Any:
     """A group or array that stands in the file itself.
 
     Raises:
-        FormatError: There is none, or a link: those lead out of the file, or to nothing.
+        FormatError: There is none, or it lies elsewhere.
     """
-    link = group.get(name, getlink=True) if name in group else None
-    if link is None:
+    h5py = library()
+    if not has(group, name):
         raise FormatError(f"{place(group)}: expected '{name}', which is not there")
-    if not isinstance(link, library().HardLink):
+    link = group.id.links.get_info(name.encode("utf-8", "surrogateescape"))
+    if link.type != h5py.h5l.TYPE_HARD:
         raise FormatError(f"{place(group)}: '{name}' is a link; only what stands in the file itself is read")
-    return group[name]
+    node = group[name]
+    if isinstance(node, h5py.Dataset) and (node.is_virtual or node.external):
+        raise FormatError(f"{place(node)} lies in other files; only what stands in the file itself is read")
+    if not isinstance(node, (h5py.Group, h5py.Dataset)):
+        raise FormatError(f"{place(node)}: expected a group or an array, got {type(node).__name__}")
+    return node
 
 
 def walk(group: Any, skip: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -89,8 +105,6 @@ def arrays(group: Any, skip: Collection[str]) -> dict[str, Any]:
 
 
 def _check_array(array: Any, path: str) -> None:
-    if array.is_virtual or array.external:
-        raise FormatError(f"{place(array)} lies in other files; only what stands in the file itself is read")
     if array.dtype.name not in DTYPES or not array.ndim:
         raise DataError(
             f"{place(array)}: expected numbers or bools, one row a step, got {array.dtype} of shape {array.shape};"
@@ -110,6 +124,16 @@ def rows(array: Any, start: int, stop: int) -> Array:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
+def small_value(array: Any, path: str) -> Any:
+    """An array that is no step, as JSON can hold it."""
+    if array.size is None or array.size * array.dtype.itemsize > _MAX_SMALL_BYTES:
+        raise DataError(f"{place(array)}: no place for its {array.size} values; leave it out with skip=['{path}']")
+    try:
+        return plain(place(array), np.asarray(array[()]))
+    except OSError as error:
+        raise FormatError(f"{place(array)} can't be read: {error}") from error
+
+
 def attributes(node: Any, skip: Collection[str] = ()) -> dict[str, Any]:
     """Attributes of a group as JSON can hold them."""
     named = {name: value for name, value in node.attrs.items() if name not in skip}
@@ -120,14 +144,16 @@ def attributes(node: Any, skip: Collection[str] = ()) -> dict[str, Any]:
 
 
 class Parts:
-    """Episodes on their way to one file, each in a file of its own until all are there.
+    """Episodes on their way to one file, in other files until all are there.
 
-    A process that dies while it writes an HDF5 file may leave one that nobody can open; so a file is only
-    gone on with when it is closed.
+    A process that dies while it writes an HDF5 file may leave one that nobody can open; so episodes count as
+    written when their part is closed, and none is gone on with.
     """
 
     def __init__(self, unfinished: Unfinished) -> None:
         self._unfinished = unfinished
+        self._file: Any = None  # the part that is open
+        self._keys: list[str] = []  # of the episodes in it
 
     @staticmethod
     def begin(path: str | os.PathLike[str], about: str) -> Parts:
@@ -138,28 +164,57 @@ class Parts:
     def display(self) -> str:
         return str(self._unfinished.target)
 
+    def __len__(self) -> int:
+        """Number of episodes, those in the open part included."""
+        return len(self._unfinished.records) + len(self._keys)
+
     def done(self) -> Sequence[str]:
         return [str(record["key"]) for record in self._unfinished.records]
 
     def write(self, key: str, fill: Callable[[Any], None]) -> None:
-        """Add a part that ``fill`` writes."""
-        path = self._path(len(self._unfinished.records))
-        with library().File(path, "w") as part:
-            fill(part)
-        sync_file(path)
-        self._unfinished.note([{"key": key}])
+        """Add an episode, as a group that ``fill`` writes."""
+        if self._file is None:
+            self._file = library().File(self._path(self._n_closed), "w")
+        name = str(len(self._keys))
+        try:
+            fill(self._file.create_group(name))
+        except BaseException:
+            del self._file[name]
+            raise
+        self._keys.append(key)
+        if self._file.id.get_filesize() >= _PART_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Close the part that is open; what is in it is written now."""
+        if self._file is None:
+            return
+        n = self._n_closed
+        self._file.close()
+        self._file = None
+        sync_file(self._path(n))
+        self._unfinished.note({"key": key, "part": n} for key in self._keys)
+        self._keys = []
+
+    @property
+    def _n_closed(self) -> int:
+        records = self._unfinished.records
+        return int(records[-1]["part"]) + 1 if records else 0
 
     def __iter__(self) -> Iterator[Any]:
-        for i in range(len(self._unfinished.records)):
-            with library().File(self._path(i), "r") as part:
-                yield part
+        """The groups of all episodes that are written."""
+        for n, records in itertools.groupby(self._unfinished.records, lambda record: int(record["part"])):
+            with library().File(self._path(n), "r") as part:
+                for i, _ in enumerate(records):
+                    yield part[str(i)]
 
     def finish(self, fill: Callable[[Any], None]) -> None:
-        """Put a file that ``fill`` writes, from all parts, under its name."""
+        """Put a file that ``fill`` writes, from all episodes, under its name."""
+        self.flush()
         name = "whole.hdf5"
         with library().File(self._unfinished.place / name, "w") as whole:
             fill(whole)
         self._unfinished.publish_file(name)
 
-    def _path(self, i: int) -> Path:
-        return self._unfinished.place / f"{i:08d}.hdf5"
+    def _path(self, n: int) -> Path:
+        return self._unfinished.place / f"{n:08d}.hdf5"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +104,8 @@ class MinariSink:
         records = self._unfinished.records
         if not records:
             raise DataError(f"{self.display}: there are no episodes to write")
-        data = emptied(self._unfinished.place / "data")
+        data = emptied(self._unfinished.place / "whole") / "data"
+        data.mkdir()
         with hdf5.library().File(data / "main_data.hdf5", "w", track_order=True) as whole:
             for i in range(len(records)):
                 with hdf5.library().File(self._part(i), "r") as part:
@@ -117,8 +117,7 @@ class MinariSink:
             "dataset_size": round((data / "main_data.hdf5").stat().st_size / 1e6, 1),
         }
         (data / "metadata.json").write_text(json.dumps(about))
-        shutil.rmtree(self._parts)
-        self._unfinished.publish()
+        self._unfinished.publish_directory("whole")
 
     def abandon(self) -> None:
         """Every episode that was written is on disk."""

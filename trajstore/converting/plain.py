@@ -20,7 +20,7 @@ def plain(what: str, value: Any) -> Any:
     if not isinstance(value, (np.ndarray, np.generic)):
         raise DataError(f"{what}: expected text or numbers, got {value!r:.60}; leave it out with skip")
     if value.dtype.kind in "OSU" and value.ndim <= 1:
-        return [_text(what, item) for item in value] if value.ndim else _text(what, value.item())
+        return [_text(what, item) for item in value.tolist()] if value.ndim else _text(what, value.item())
     if value.dtype.kind not in "biuf":
         raise DataError(f"{what}: expected text or numbers, got {value.dtype}; leave it out with skip")
     if value.dtype.name in _EXACT and not value.shape and np.isfinite(value):
@@ -46,11 +46,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def _text(what: str, value: Any) -> str:
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError as error:
-            raise DataError(f"{what}: expected text in UTF-8, got {value!r:.60}; leave it out with skip") from error
-    if not isinstance(value, str):
-        raise DataError(f"{what}: expected text, got {value!r:.60}; leave it out with skip")
-    return str(value)
+    try:
+        return (value if isinstance(value, bytes) else value.encode()).decode()
+    except (AttributeError, UnicodeError) as error:
+        raise DataError(f"{what}: expected text in UTF-8, got {value!r:.60}; leave it out with skip") from error

@@ -16,7 +16,7 @@ import numpy as np
 from trajstore.converting import hdf5
 from trajstore.converting.comparing import end_of
 from trajstore.converting.layout import Layout
-from trajstore.converting.plain import mapping, plain, restored
+from trajstore.converting.plain import mapping, restored
 from trajstore.converting.ports import Episode
 from trajstore.errors import DataError, FormatError
 from trajstore.schema import Array, Schema, flatten, nest
@@ -64,7 +64,7 @@ def _by_number(name: str) -> tuple[str, int]:
 
 def _masks(file: Any, demos: frozenset[str], skip: Collection[str]) -> dict[str, list[str]]:
     """By name of a mask, the demonstrations it lists."""
-    if "mask" not in file or "mask" in skip:
+    if not hdf5.has(file, "mask") or "mask" in skip:
         return {}
     group = hdf5.child(file, "mask")
     masks: dict[str, list[str]] = {}
@@ -72,8 +72,8 @@ def _masks(file: Any, demos: frozenset[str], skip: Collection[str]) -> dict[str,
         if f"mask/{name}" in skip:
             continue
         node = hdf5.child(group, name)
-        listed = plain(hdf5.place(node), np.asarray(node[()]))
-        if not isinstance(listed, list):
+        listed = hdf5.small_value(node, f"mask/{name}")
+        if not _are_names(listed):
             raise FormatError(f"{hdf5.place(node)}: expected names of demonstrations; leave it out with skip")
         if unknown := [demo for demo in listed if demo not in demos]:
             raise FormatError(
@@ -207,7 +207,8 @@ class RobomimicSink:
         if "dones" not in arrays:
             arrays["dones"] = np.zeros(n_steps, np.int64)
             arrays["dones"][-1] = episode.terminated
-        self._parts.write(episode.key, lambda part: _fill(part, episode, arrays, n_steps))
+        is_first = not len(self._parts)
+        self._parts.write(episode.key, lambda group: _fill(group, episode, arrays, n_steps, is_first))
 
     def finish(self) -> None:
         self._parts.finish(self._join)
@@ -215,10 +216,10 @@ class RobomimicSink:
     def _join(self, whole: Any) -> None:
         data, total = whole.create_group("data"), 0
         masks: dict[str, list[str]] = {}
-        for i, part in enumerate(self._parts):
-            part.copy(part["demo"], data, name=f"demo_{i}")
-            total += int(part["demo"].attrs[_LENGTH])
-            about = json.loads(part.attrs["about"])
+        for i, episode in enumerate(self._parts):
+            episode.copy(episode["demo"], data, name=f"demo_{i}")
+            total += int(episode["demo"].attrs[_LENGTH])
+            about = json.loads(episode.attrs["about"])
             _describe(data, about["dataset"])
             known = about["dataset"].get("masks")
             for name in (*(known if _are_names(known) else ()), *about["masks"]):
@@ -230,19 +231,25 @@ class RobomimicSink:
             whole[f"mask/{name}"] = np.array(demos, "S")
 
     def abandon(self) -> None:
-        """Nothing is open between two episodes."""
+        self._parts.flush()
 
 
-def _fill(part: Any, episode: Episode, arrays: Mapping[str, Array], n_steps: int) -> None:
+def _fill(group: Any, episode: Episode, arrays: Mapping[str, Array], n_steps: int, is_first: bool) -> None:
     metadata = dict(episode.metadata)
+    facts = _taken(metadata, "dataset") if is_first else {}
     masks = metadata.pop("masks") if _are_names(metadata.get("masks")) else []
-    part.attrs["about"] = json.dumps({"dataset": mapping(metadata.pop("dataset", None)), "masks": masks})
-    demo = part.create_group("demo")
-    _put_attributes(demo, mapping(metadata.pop("attributes", None)))
+    group.attrs["about"] = json.dumps({"dataset": facts, "masks": masks})
+    demo = group.create_group("demo")
+    _put_attributes(demo, _taken(metadata, "attributes"))
     demo.attrs[_LENGTH] = n_steps
     demo.attrs[_OURS] = json.dumps({"end": end_of(episode), "metadata": metadata})
     for path, values in arrays.items():
         demo[path] = values
+
+
+def _taken(metadata: dict[str, Any], name: str) -> dict[str, Any]:
+    """Metadata that robomimic has a place for, if they are what an import makes of them."""
+    return mapping(metadata.pop(name)) if isinstance(metadata.get(name), Mapping) else {}
 
 
 def _describe(data: Any, facts: Mapping[str, Any]) -> None:

@@ -169,7 +169,7 @@ def load_ring(dump: Path, cursor: int | None) -> Ring:
             " expected a storage along time, of one environment or several side by side"
         )
     is_overwritten = is_full and (not isinstance(n_written, int) or n_written > n_slots)
-    return Ring(n_slots, n_lanes, n_rows, 0, is_overwritten)
+    return Ring(n_slots, n_lanes, n_rows, cursor if is_full else 0, is_overwritten)
 
 
 def _count(about: dict[str, Any], name: str, place: Path) -> int:

@@ -93,6 +93,15 @@ class Unfinished:
     def publish_file(self, name: str) -> None:
         """Put one file of the directory under the name instead, and drop the others."""
         sync_file(self.place / name)
+        self._publish_only(name)
+
+    def publish_directory(self, name: str) -> None:
+        """Put one directory in the directory under the name instead, and drop what is beside it."""
+        sync_tree(self.place / name)
+        self._publish_only(name)
+
+    def _publish_only(self, name: str) -> None:
+        # The others go last: as long as there is nothing under the name, a run that was killed needs them.
         os.replace(self.place / name, self.target)
         sync_file(self.target.parent)
         shutil.rmtree(self.place)

@@ -19,7 +19,8 @@ from trajstore.schema import DTYPES, Array
 _CODECS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd", "shuffle", "delta"})  # none runs code
 _IMAGES = "imagecodecs_"  # what codecs of that package are called
 _MAX_METADATA_BYTES = 1 << 20
-_MAX_RATIO, _MIN_BOUND = 2000, 1 << 26  # of an array to its chunks, and bytes that are always allowed
+_MAX_RATIO = 200_000  # of an array to its chunks: zeros are made that small
+_MIN_BOUND = 1 << 26  # bytes; so large an array may be whatever its chunks are
 _KINDS_OF_TEXT = "SU"
 
 
@@ -140,7 +141,7 @@ def _opened(files: Files, path: str, metadata: dict[str, Any], dtype: np.dtype[A
     if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise FormatError(f"{where}: expected a shape, got {shape!r:.60}")
     if math.prod(shape) * dtype.itemsize > max(_MIN_BOUND, _MAX_RATIO * files.n_bytes(path)):
-        raise FormatError(f"{where} claims shape {shape}, more than its chunks can hold")
+        raise FormatError(f"{where} claims shape {shape}, more than its chunks can hold; leave it out with skip")
     try:
         return files.open_array(path)
     except (ValueError, TypeError, KeyError) as error:
