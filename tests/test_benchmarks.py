@@ -59,7 +59,7 @@ EXPECTED["drop_ins"] = [
     "RLinf, stored, cache of a tenth, 1 thread",
     "ObjectRL, add, 1 thread",
 ]
-EXPECTED["torchrl_storage"] = ["sample 256, pixels by pages, 1 thread"]
+EXPECTED["torchrl_storage"] = ["sample 256, state, TrajStorage, 1 thread", "sample 256, pixels by pages, 1 thread"]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 
 pytestmark = [

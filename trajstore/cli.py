@@ -643,7 +643,7 @@ def app() -> "typer.Typer":
     for name, command in RLINF_COMMANDS.items():
         rlinf.command(name)(_dressed(command, name))
     made.add_typer(rlinf, name="rlinf")
-    add_commands(made, Shell(_exit_code, show, _storage_options))
+    add_commands(made, Shell(_exit_code, _storage_options))
     return made
 
 

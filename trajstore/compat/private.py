@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import uuid
 
-import fsspec
-
-_SCHEME = "memory://"
+from trajstore.storage import open_storage
 
 
 def private_url(owner: str) -> str:
     """A new place in RAM."""
-    return f"{_SCHEME}{owner}-{uuid.uuid4().hex}"
+    return f"memory://{owner}-{uuid.uuid4().hex}"
 
 
 def forget(url: str) -> None:
-    """Free the memory of a private store."""
-    memory, path = fsspec.filesystem("memory"), url.removeprefix(_SCHEME)
-    if memory.exists(path):
-        memory.rm(path, recursive=True)
+    """Free the memory of a private store, or of several below one URL."""
+    storage = open_storage(url)
+    storage.delete(storage.list_tree(""))

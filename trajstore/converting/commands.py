@@ -3,15 +3,14 @@
 import contextlib
 import inspect
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
 
+from trajstore.commands import FINE, Facts, progress_bar, show
 from trajstore.converting.engine import Report, export_episodes, import_episodes
 from trajstore.converting.formats import FORMATS, Format
-from trajstore.converting.ports import Progress
 from trajstore.errors import DataError
 from trajstore.store import open as open_store
 
@@ -19,10 +18,8 @@ if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
-_FINE = 0
 _OPTION = "An option of the format, as Python's function has it."
 _STORAGE_OPTION = "An option of the store's storage backend. Never shown back."
-Facts = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -31,12 +28,10 @@ class Shell:
 
     Attributes:
         run: Calls a command with arguments; its exit code, or one for what it raised.
-        show: Prints facts: as JSON, or as a function does it.
         storage_options: Options from ``KEY=VALUE``.
     """
 
     run: Callable[[Callable[..., int], Mapping[str, Any]], int]
-    show: Callable[[Facts, Callable[["Console", Facts], None], bool], None]
     storage_options: Callable[[Sequence[str] | None], dict[str, Any]]
 
 
@@ -73,12 +68,15 @@ def _importer(kind: Format, shell: Shell) -> Callable[..., None]:
         def work(storage_option: Sequence[str]) -> int:
             options = _checked(kind, "open_source", _options(option) | ({"skip": skip} if skip else {}))
             storage_options = shell.storage_options(storage_option)
-            with contextlib.closing(kind.open_source(source, **options)) as dataset, _progress_bar() as progress:
+            with (
+                contextlib.closing(kind.open_source(source, **options)) as dataset,
+                progress_bar("episodes") as progress,
+            ):
                 report = import_episodes(
                     dataset, url, verify=verify, progress=progress, storage_options=storage_options
                 )
-            shell.show(asdict(report), _show, as_json)
-            return _FINE
+            show(asdict(report), _show, as_json)
+            return FINE
 
         raise typer.Exit(shell.run(work, {"storage_option": storage_option}))
 
@@ -101,7 +99,7 @@ def _exporter(kind: Format, shell: Shell) -> Callable[..., None]:
         def work(storage_option: Sequence[str]) -> int:
             options = _checked(kind, "open_sink", _options(option))
             store = open_store(url, at=at or None, storage_options=shell.storage_options(storage_option))
-            with _progress_bar() as progress:
+            with progress_bar("episodes") as progress:
                 report = export_episodes(
                     store,
                     kind.open_sink(target, **options),
@@ -109,8 +107,8 @@ def _exporter(kind: Format, shell: Shell) -> Callable[..., None]:
                     reread=(lambda: kind.open_source(target)) if verify else None,
                     progress=progress,
                 )
-            shell.show(asdict(report), _show, as_json)
-            return _FINE
+            show(asdict(report), _show, as_json)
+            return FINE
 
         raise typer.Exit(shell.run(work, {"storage_option": storage_option}))
 
@@ -154,19 +152,3 @@ def _show(console: "Console", facts: Facts) -> None:
         console.print(f"{report.n_skipped:,} were there already.")
     if report.n_verified:
         console.print(f"{report.n_verified:,} were read back: all are equal, bit by bit.")
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Progress | None]:
-    """Something to tell of progress, shown on stderr while there is somebody to see it."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = ("episodes", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("episodes", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -80,9 +80,12 @@ class Layout:
         if missing := [path for path in self.fields if path not in rows]:
             raise DataError(f"expected the fields of the rows before, {shown(missing[0])} is missing")
         for path, leaf in rows.items():
-            field, came = self.fields[path], _field(leaf)
-            if field != came:
-                expected, got = (f"{f.dtype} of shape {f.shape}" for f in (field, came))
+            field = self.fields[path]
+            if leaf.shape[1:] != field.shape or leaf.dtype != torch_dtype(field):
+                expected, got = (
+                    f"{field.dtype} of shape {field.shape}",
+                    f"{leaf.dtype} of shape {tuple(leaf.shape[1:])}",
+                )
                 raise DataError(f"{shown(path)}: expected {expected} as before, got {got}")
 
 

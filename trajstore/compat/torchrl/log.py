@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ from trajstore.sweeping import Sweeper
 from trajstore.windows import Windows
 
 _BLOCK_ROWS = 8192
-ReadRows = Callable[[Array], Leaves]
 
 
 class Log:
@@ -62,9 +61,10 @@ class Log:
         past = Past(snapshot)
         if len(past.place) > n_slots:
             raise DataError(
-                f"max_size: {store.url} holds {len(past.place)} slots, got room for {n_slots}; use a larger max_size"
+                f"max_size: expected at least the {len(past.place)} slots that {store.url} holds, got {n_slots}"
             )
-        self.past, self.epoch, self.cursor = past, past.epoch, past.cursor
+        self.epoch, self.cursor = past.epoch, past.cursor
+        self._past, self._before, self._n_before = past, past.streams, past.n_places
         self.slots = Slots(n_slots)
         self.slots.recall(past.place, past.n_places)
         self._schema, self._storage = layout.schema, snapshot.storage
@@ -91,32 +91,38 @@ class Log:
 
     # ---- rows
 
-    def append(self, slots: Array, rows: Leaves, read: ReadRows) -> None:
-        """Append rows ``[n, ...]`` for slots, each at most once; evict what is of no use any more.
+    def restored(self, fields: Sequence[str]) -> Iterator[tuple[Array, Leaves]]:
+        """What earlier sessions left: slots and values of some fields, a part at a time; can be asked once."""
+        past = self._past
+        del self._past  # the headers of all rows
+        yield from past.rows(fields)
 
-        Args:
-            slots: Where they go.
-            rows: By field.
-            read: Gives the rows of slots, to be appended again.
-        """
+    def append(self, slots: Array, rows: Leaves) -> None:
+        """Append rows ``[n, ...]`` for slots, each at most once; then `compact`."""
         self._sweeper.raise_pending()
         for start in range(0, len(slots), self.block_rows):
             part = slice(start, start + self.block_rows)
             self._append(slots[part], {path: leaf[part] for path, leaf in rows.items()})
+
+    def compact(self, read: Callable[[Array], Leaves]) -> None:
+        """Let go what no slot holds any more; ``read`` gives rows of slots, to be appended again if need be."""
         while self.slots.is_sparse:
-            oldest = self.slots.oldest(self.block_rows)
-            for start in range(0, len(oldest), self.block_rows):
-                again = oldest[start : start + self.block_rows]
-                self._append(again, read(again))
+            # A part of the log at a time: the newest rows are not worth moving.
+            oldest = self.slots.oldest(max(SET, len(self.slots.place) // 16))
+            self.append(oldest, read(oldest))
         self._tell_front()
 
     def _append(self, slots: Array, rows: Leaves) -> None:
         header = np.empty((len(slots), 3), np.int64)
         header[:, 0], header[:, 1], header[:, 2] = slots, self.cursor, self.epoch
-        first = self.slots.n_places - self.past.n_places
+        first = self.slots.n_places - self._n_before
         is_last = (first + 1 + np.arange(len(slots))) % SET == 0
-        data = {path: leaf[:, None].cpu() for path, leaf in rows.items()} | {HEADER: header[:, None]}
-        self._writer.append_rollout(nest(data), envs=[0], truncated=is_last[:, None])
+        if len(slots) == 1:  # the usual way to add is worth a shorter path
+            step = {path: leaf[0].cpu() for path, leaf in rows.items()} | {HEADER: header[0]}
+            self._writer.append(nest(step), env=0, truncated=bool(is_last[0]))
+        else:
+            data = {path: leaf[:, None].cpu() for path, leaf in rows.items()} | {HEADER: header[:, None]}
+            self._writer.append_rollout(nest(data), envs=[0], truncated=is_last[:, None])
         self.slots.append(slots)
 
     def read(self, field: str, slots: Array) -> torch.Tensor:
@@ -147,12 +153,12 @@ class Log:
             self._sweeper.want(self._marks(self._told))
         front = self.slots.front
         if self._due is None and front - self._told > max(SET - 1, (self.slots.n_places - self._told) // 64):
-            self._due = front, self.slots.n_places - self.past.n_places
+            self._due = front, self.slots.n_places - self._n_before
 
     def _marks(self, front: int) -> dict[str, int]:
         """By stream, the first row that is wanted, if those before this place are not."""
-        own = max(0, front - self.past.n_places)
-        ends = zip(self.past.streams.items(), self._starts.tolist(), strict=False)
+        own = max(0, front - self._n_before)
+        ends = zip(self._before.items(), self._starts.tolist(), strict=False)
         marks = {stream: min(max(0, front - start), rows) for (stream, rows), start in ends}
         return {stream: row for stream, row in {**marks, self._writer.stream: own}.items() if row}
 
@@ -176,13 +182,18 @@ class Log:
             return
         self._writer.commit()
         self._sweeper.close()
-        if self.slots.n_places > self.past.n_places:  # else there is no record that could say it
+        if self.slots.n_places > self._n_before:  # else there is no record that could say it
             marks = self._marks(self.slots.front)
             own = marks.pop(self._writer.stream, None)
             said = self._writer.first_rows
             marks = {stream: max(row, said.get(stream, 0)) for stream, row in marks.items()}
             self._writer.set_view(first_row=own, first_rows=marks)
         self._writer.close()
+
+    def discard(self) -> None:
+        """Give up what is not durable, and release everything."""
+        self._sweeper.close()
+        self._writer.discard()
 
     def stats(self) -> dict[str, Any]:
         """Rows in the log and rows that slots hold; what was deleted."""

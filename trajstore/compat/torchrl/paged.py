@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 
@@ -28,7 +29,7 @@ class PagedTensor(torch.Tensor):
     def __new__(
         cls, read: Read, rows: range, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> PagedTensor:
-        made: PagedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: PagedTensor = torch.Tensor._make_wrapper_subclass(
             cls, (len(rows), *shape), dtype=dtype, device=device
         )
         made._read, made._rows = read, rows
@@ -56,14 +57,18 @@ class PagedTensor(torch.Tensor):
     def is_shared(self) -> bool:
         return False
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PagedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func._schema.is_mutable:
-            raise DataError(f"{func._schema.name}: rows of a storage that is read by pages can't be changed in place;"
-                            " write them with rb[index] = data")  # fmt: skip
+            raise DataError(
+                f"{func._schema.name}: rows that are read by pages can't be changed in place; write them with"
+                " rb[index] = data, or give the storage more cache_bytes"
+            )
         found = _of_rows(func, args) if isinstance(args[0], PagedTensor) else None
         if found is not None:
             return found
@@ -88,9 +93,11 @@ def _of_rows(func: Any, args: Any) -> torch.Tensor | None:
 
 
 def _indexed(paged: PagedTensor, first: torch.Tensor, *others: torch.Tensor | None) -> torch.Tensor:
-    if first.dtype in (torch.bool, torch.uint8):
+    if first.dtype == torch.bool and first.dim() > 1:
         return paged.read()[(first, *others)]
+    rows = first.nonzero().squeeze(1) if first.dtype == torch.bool else first
     if all(index is None for index in others):
-        return paged._at(first)
-    rows, where = first.unique(return_inverse=True)  # each row is read once, then its elements are taken
-    return paged._at(rows)[(where, *(slice(None) if index is None else index for index in others))]
+        return paged._at(rows)
+    read, where = np.unique(rows.cpu().numpy(), return_inverse=True)  # each row once; its elements are taken then
+    rest = (slice(None) if index is None else index for index in others)
+    return paged._at(torch.from_numpy(read))[(torch.from_numpy(where), *rest)]

@@ -9,10 +9,14 @@ import numpy as np
 import torch
 
 from trajstore.compat.torchrl.layout import HEADER, Leaves, torch_dtype
-from trajstore.schema import Array, flatten
+from trajstore.record import first_rows
+from trajstore.schema import Array, Field
 from trajstore.snapshot import Snapshot
+from trajstore.stream import StreamReader
 
 _SESSION = re.compile(r"session-(\d+)\Z")
+_BLOCK_BYTES = 64 << 20
+_BLOCK_ROWS = 1024, 1 << 16  # at least and at the most, so that chunks of narrow fields are not read many times
 
 
 class Past:
@@ -23,52 +27,80 @@ class Past:
     Attributes:
         streams: Ids and numbers of rows of the sessions' streams, in order.
         n_places: Rows, those that are evicted included.
+        session: Number of the session that comes next.
         epoch: How often the storage was emptied; rows from before do not count.
         cursor: The slot that was written last in turn; -1: none.
         place: By slot, the place of its newest row; -1: none.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-        records = sorted(snapshot.streams, key=lambda record: _session(record.name))
-        self.streams = {record.id: record.rows for record in records}
-        self.n_places = sum(self.streams.values())
-        self.session = 1 + max((_session(record.name) for record in records), default=-1)
-        self._parts = [(place, i, self._read(i, [HEADER])[HEADER]) for place, i in self._episodes()]
-        self.epoch = max((int(header[:, 2].max()) for _, _, header in self._parts), default=0)
+        self._schema = snapshot.schema
+        readers = sorted(snapshot.readers, key=lambda reader: _session(reader.record.name))
+        self.streams = {reader.record.id: reader.record.rows for reader in readers}
+        self.session = 1 + max((_session(reader.record.name) for reader in readers), default=-1)
+        starts = np.cumsum([0, *self.streams.values()]).tolist()
+        self.n_places = starts.pop()
+        firsts = first_rows(snapshot.streams)
+        self._parts = [_Part(r, firsts[r.record.id], start) for r, start in zip(readers, starts, strict=True)]
+        headers = [part.header for part in self._parts if len(part.header)]
+        self.epoch = max((int(header[:, 2].max()) for header in headers), default=0)
         self.cursor = -1
-        self.place = np.full(max((int(h[:, 0].max()) + 1 for _, _, h in self._parts), default=0), -1, np.int64)
-        for place, _, header in self._parts:
-            counts = np.flatnonzero(header[:, 2] == self.epoch)
-            self.place[header[counts, 0]] = place + counts  # where a slot comes twice, the last one counts
-            self.cursor = int(header[counts[-1], 1]) if len(counts) else self.cursor
+        self.place = np.full(max((int(header[:, 0].max()) + 1 for header in headers), default=0), -1, np.int64)
+        for part in self._parts:
+            self._recall(part)
         held = np.flatnonzero(self.place >= 0)
         self.place = self.place[: held[-1] + 1 if len(held) else 0]
 
+    def _recall(self, part: _Part) -> None:
+        counts = np.flatnonzero(part.header[:, 2] == self.epoch)
+        self.place[part.header[counts, 0]] = part.place + counts  # where a slot comes twice, the last one counts
+        self.cursor = int(part.header[counts[-1], 1]) if len(counts) else self.cursor
+
     def rows(self, fields: Sequence[str]) -> Iterator[tuple[Array, Leaves]]:
         """Slots and values of some fields, a part at a time, in order of places."""
-        schema = self._snapshot.schema
-        for place, i, header in self._parts if fields else ():
-            slots = header[:, 0]
-            in_reach = np.flatnonzero(slots < len(self.place))
-            held = in_reach[self.place[slots[in_reach]] == place + in_reach]
-            if len(held) and schema is not None:
-                values = self._read(i, fields)
-                yield (
-                    slots[held],
-                    {p: torch.from_numpy(values[p][held]).to(torch_dtype(schema[p])) for p in fields},
-                )
+        if self._schema is None or not fields:
+            return
+        kinds = {path: self._schema[path] for path in fields}
+        n_fit = _BLOCK_BYTES // sum(field.row_bytes for field in kinds.values())
+        n = min(max(n_fit, _BLOCK_ROWS[0]), _BLOCK_ROWS[1])
+        for part in self._parts:
+            for start in range(0, len(part.header), n):
+                slots = part.header[start : start + n, 0]
+                held = self._held(slots, part.place + start)
+                if len(held):
+                    yield (
+                        slots[held],
+                        {p: part.read(p, field, start, len(slots))[held] for p, field in kinds.items()},
+                    )
 
-    def _read(self, episode: int, fields: Sequence[str]) -> dict[str, Array]:
-        return flatten(self._snapshot.read_episode(episode, fields=fields))
+    def _held(self, slots: Array, place: int) -> Array:
+        """Which of the rows from a place on are the newest of their slots."""
+        known = np.flatnonzero(slots < len(self.place))
+        held: Array = known[self.place[slots[known]] == place + known]
+        return held
 
-    def _episodes(self) -> list[tuple[int, int]]:
-        """The place of the first row that is left of each episode, and its position in the episode table."""
-        table = self._snapshot.episodes
-        start = dict(zip(self.streams, np.cumsum([0, *self.streams.values()]).tolist(), strict=False))
-        streams = table["stream"]
-        left = [i for i in range(len(table)) if table.n_rows(i)]
-        return sorted((start[streams[i]] + table.spans(i)[0].row_start, i) for i in left)
+
+class _Part:
+    """The rows of one session that are left.
+
+    Attributes:
+        place: Of the first.
+        header: Of all of them.
+    """
+
+    def __init__(self, reader: StreamReader, first: int, start: int) -> None:
+        self._reader, self._first = reader, min(first, reader.record.rows)
+        self.place = start + self._first
+        n_rows = reader.record.rows
+        self.header = (
+            reader.read_rows(f"steps/{HEADER}", self._first, n_rows) if n_rows else np.empty((0, 3), np.int64)
+        )
+
+    def read(self, path: str, field: Field, start: int, n: int) -> torch.Tensor:
+        values = self._reader.read_rows(f"steps/{path}", self._first + start, self._first + start + n)
+        if field.dtype == "bfloat16":  # stored as bits
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values).to(torch_dtype(field))
 
 
 def _session(name: str) -> int:

@@ -75,5 +75,4 @@ class Slots:
             self._live = np.concatenate([self._live, np.zeros(max(n - len(self._live), len(self._live)), np.int64)])
 
     def _count(self, places: Array, change: int) -> None:
-        sets, counts = np.unique(places // SET, return_counts=True)
-        self._live[sets] += change * counts
+        np.add.at(self._live, places // SET, change)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -12,17 +13,35 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import is_tensor_collection, is_tensorclass
-from torchrl.data import TensorStorage
+from tensordict import is_tensorclass
+from torchrl.data import TensorDictMaxValueWriter, TensorStorage
 
+from trajstore.compat.private import private_url
 from trajstore.compat.torchrl.checkpointer import TrajStorageCheckpointer
-from trajstore.compat.torchrl.layout import Layout, Leaves, from_leaves, stacked, to_leaves
 from trajstore.compat.torchrl.generations import Generations
+from trajstore.compat.torchrl.indexing import is_one, is_plain, rows_of, slots_of
+from trajstore.compat.torchrl.layout import Layout, Leaves, from_leaves, stacked
+from trajstore.compat.torchrl.log import Log
 from trajstore.compat.torchrl.table import Table
 from trajstore.errors import ClosedError, DataError
 from trajstore.schema import Array
 from trajstore.sizes import check_positive, parse_bytes
 from trajstore.store import Store
+
+_log = logging.getLogger(__name__)
+_open: weakref.WeakSet[TrajStorage] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for storage in list(_open):
+        try:
+            storage.close()
+        except Exception:
+            _log.exception("rows that were written last could not be stored when the process ended")
+
+
+# Thread pools take no more work by the time that atexit calls anybody, and a commit needs one.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 
 class TrajStorage(TensorStorage):  # type: ignore[misc]
@@ -69,14 +88,14 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         check_positive("max_size", max_size)
         super().__init__(None, max_size, device=device, ndim=ndim)
         self._is_temporary = url is None
-        place = f"memory://torchrl-{uuid.uuid4().hex}" if url is None else url
+        place = private_url("torchrl") if url is None else url
         self._generations = Generations(place, storage_options, fsync)
         self._cache_bytes = parse_bytes(cache_bytes, "cache_bytes")
-        self._log_options = {"grace_s": grace_s, "options": options}
+        self._grace_s, self._options = grace_s, options
         self._lock = threading.RLock()
         self.table: Table | None = None
         self._class: Any = None  # of what is given out, where it is no TensorDict
-        self._finalizer: weakref.finalize[[], Any] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self._is_closed = False
         self._reopen()
 
@@ -86,22 +105,30 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         if store is None or layout is None:
             return
         table = self._make_table(store, layout)
-        table.restore()
         self._show(table)
-        held, cursor = table.held, table.log.cursor
-        self._len = (int(held[-1]) + 1 if len(held) else 0) * self._n_lanes
-        self._set_last_cursor(cursor if cursor >= 0 else None)
+        self._len = table.log.slots.n_live * self._n_lanes
+        self._set_last_cursor(table.log.cursor if table.log.cursor >= 0 else None)
 
     def _make_table(self, store: Store, layout: Layout) -> Table:
         lanes = layout.lanes(self.ndim)
         n_slots = -(-self.max_size // lanes.numel())
-        return Table(store, layout, n_slots, self._cache_bytes, self.device, **self._log_options)
+        return Table(
+            store,
+            layout,
+            n_slots,
+            self._cache_bytes,
+            self.device,
+            grace_s=self._grace_s,
+            options=self._options,
+        )
 
     def _show(self, table: Table) -> None:
         """From now on, rows are those of this table."""
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, table.log.close)
+        self._finalizer = weakref.finalize(self, _finish, table.log, self._generations, self._is_temporary)
+        self._finalizer.atexit = False
+        _open.add(self)
         self.table, self._storage = table, from_leaves(table.leaves)
         self.max_size = table.n_slots * self._n_lanes
         self.__dict__.pop("_total_shape_value", None)
@@ -123,31 +150,29 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
             DataError: Fields are missing, or of another dtype or shape than before; nothing was written.
         """
         data = stacked(data) if isinstance(data, list) else data
-        rows = _rows(data, is_one=_is_one(cursor))
+        rows = rows_of(data, is_one=is_one(cursor))
         with self._lock:
             self._log_changes()
             table = self._fitting(rows)
-            slots = _slots(cursor, table.n_slots, len(next(iter(rows.values()))))
-            if set_cursor:
-                table.log.cursor = int(slots[-1])
-            else:  # what is written over keeps the fields that it is not given
+            slots = slots_of(cursor, table.n_slots, len(next(iter(rows.values()))))
+            if not set_cursor:  # what is written over keeps the fields that it is not given
                 missing = [path for path in table.leaves if path not in rows]
-                rows |= {path: table.leaves[path][torch.from_numpy(slots)] for path in missing}
-            table.write(slots, rows)
+                rows |= table.select(torch.from_numpy(slots), missing)
+            table.write(slots, rows, in_turn=set_cursor)
             self._class = type(data) if is_tensorclass(data) else None
             if set_cursor:
                 self._set_last_cursor(cursor)
-                self._get_new_len(data, cursor)
+                self._len = table.log.slots.n_live * self._n_lanes
         super()._bump_mutation_revision()
 
     def _fitting(self, rows: Leaves) -> Table:
         """The table, with all fields of these rows."""
         self._check_open()
-        came, table = Layout.of(rows), self.table
+        table = self.table
         if table is None:
-            self._renew(came, lambda new: None)
-        elif not came.fields.keys() <= table.layout.fields.keys():
-            self._renew(table.layout.with_fields(came), table.copy_to)
+            self._renew(Layout.of(rows), lambda new: None)
+        elif not rows.keys() <= table.leaves.keys():
+            self._renew(table.layout.with_fields(Layout.of(rows)), table.copy_to)
         assert self.table is not None
         return self.table
 
@@ -158,8 +183,9 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
             fill(new)
             new.log.flush()
         except BaseException:
-            new.log.close()
-            self._generations.drop_next()
+            with contextlib.suppress(Exception):  # what went wrong first matters; the rest is removed when it opens
+                new.log.discard()
+                self._generations.drop_next()
             raise
         if self.table is not None:
             self.table.log.close()
@@ -200,7 +226,11 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
 
     def get(self, index: Any) -> Any:
         """Rows at an index, or all values of a key; what is read by pages is read when it is used or indexed."""
-        data = super().get(index)
+        table = self.table
+        if table is not None and self.ndim == 1 and is_plain(index, len(self)):
+            data = from_leaves(table.select(index))  # several times as fast as indexing, where rows are wide
+        else:
+            data = super().get(index)
         return data if self._class is None else self._class.from_tensordict(data)
 
     def flatten(self) -> TensorStorage:
@@ -215,6 +245,16 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         cursor = self._last_cursor_index
         return 0 if cursor is None or self.table is None else (cursor + 1) % self.table.n_slots
 
+    def resume(self, buffer: Any) -> None:
+        """Let the writer of a new buffer go on where the writer of the last session stopped."""
+        writer = buffer.writer
+        if not isinstance(writer, TensorDictMaxValueWriter):
+            writer._cursor = self.next_slot
+            return
+        writer._empty()
+        for i in range(len(self)):
+            writer.get_insert_index(self.get(i))  # takes up how good each is, in order of the slots
+
     def flush(self) -> None:
         """Make everything durable."""
         with self._lock:
@@ -228,10 +268,9 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         with self._lock:
             if self.table is not None and not self._is_closed:
                 self._log_changes()
-                self.table.log.close()
+                _finish(self.table.log, self._generations, self._is_temporary)
             self._is_closed = True
-            if self._is_temporary:
-                self._generations.remove()
+            _open.discard(self)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -301,30 +340,9 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         )
 
 
-def _is_one(cursor: Any) -> bool:
-    """Whether an index names one slot, so that what is written there has no dimension for it."""
-    return isinstance(cursor, (int, np.integer)) or getattr(cursor, "ndim", 1) == 0
-
-
-def _rows(data: Any, *, is_one: bool) -> Leaves:
-    if is_one and is_tensor_collection(data):
-        return to_leaves(data.unsqueeze(0))
-    leaves = to_leaves(data)
-    return {path: leaf[None] for path, leaf in leaves.items()} if is_one else leaves
-
-
-def _slots(cursor: Any, n_slots: int, n_rows: int) -> Array:
-    """The slots that an index names.
-
-    Raises:
-        DataError: They are not as many as there are rows.
-    """
-    if isinstance(cursor, tuple):
-        if len(cursor) != 1:
-            raise DataError(f"index: rows are written whole, by their first dimension; got {len(cursor)} indexes")
-        cursor = cursor[0]
-    index = cursor.cpu().numpy() if isinstance(cursor, torch.Tensor) else cursor
-    slots: Array = np.arange(n_slots)[list(index) if isinstance(index, range) else index].reshape(-1)
-    if len(slots) != n_rows:
-        raise DataError(f"index: expected as many slots as rows, got {len(slots)} slots and {n_rows} rows")
-    return slots
+def _finish(log: Log, generations: Generations, is_temporary: bool) -> None:
+    if not is_temporary:
+        log.close()
+        return
+    log.discard()
+    generations.remove()

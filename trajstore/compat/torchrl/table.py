@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ _RESIDENT_PART = 2  # of the budget, where not everything fits: narrow fields ge
 
 class Table:
     """A tensor ``[n_slots, ...]`` for every field, each resident or read by pages, backed by a log.
+
+    It begins with what is in the log.
 
     Args:
         store: Of the log.
@@ -47,7 +49,7 @@ class Table:
         paged = [path for path in layout.fields if path not in resident]
         rest = max(cache_bytes - sum(layout.fields[path].row_bytes * n_slots for path in resident), 1)
         # Rows that are not committed yet stand in the cache too, in at most half of it.
-        buffer_bytes = min(_BUFFER_BYTES, rest // 4) if paged else _BUFFER_BYTES
+        buffer_bytes = min(_BUFFER_BYTES, rest // 8) if paged else _BUFFER_BYTES
         self.log = Log(
             store,
             layout,
@@ -63,6 +65,8 @@ class Table:
             for path, field in layout.fields.items()
         }
         self._resident = {path: self.leaves[path] for path in resident}
+        for slots, rows in self.log.restored(list(resident)):
+            self._keep(torch.from_numpy(slots), rows)
         self._note()
 
     def _memory(self, field: Field) -> torch.Tensor:
@@ -79,12 +83,6 @@ class Table:
             self._device,
         )
 
-    def restore(self) -> None:
-        """Take up what earlier sessions left."""
-        for slots, rows in self.log.past.rows(list(self._resident)):
-            self._keep(torch.from_numpy(slots), rows)
-        self._note()
-
     @property
     def held(self) -> Array:
         """The slots that hold a row."""
@@ -92,8 +90,13 @@ class Table:
 
     def rows(self, slots: Array) -> Leaves:
         """Rows of some slots, by field."""
-        index = torch.from_numpy(slots).to(self._device)
-        return {path: leaf[index] for path, leaf in self.leaves.items()}
+        return self.select(torch.from_numpy(slots))
+
+    def select(self, index: torch.Tensor, fields: Iterable[str] | None = None) -> Leaves:
+        """The same, of some fields."""
+        index = index.to(self._device)
+        chosen = self.leaves if fields is None else fields
+        return {path: self.leaves[path].index_select(0, index) for path in chosen}
 
     def blocks(self) -> Iterator[tuple[Array, Leaves]]:
         """All rows, in order of their slots, some at a time."""
@@ -102,19 +105,27 @@ class Table:
             slots = held[start : start + n]
             yield slots, self.rows(slots)
 
-    def write(self, slots: Array, rows: Leaves) -> None:
+    def write(self, slots: Array, rows: Leaves, *, in_turn: bool = False) -> None:
         """Write rows ``[n, ...]``; where a slot comes twice, the last one counts.
+
+        Args:
+            slots: Where they go.
+            rows: By field.
+            in_turn: The next ones in turn will follow these.
 
         Raises:
             DataError: They do not fit the layout; nothing was written.
         """
         self.layout.check(rows)
+        if in_turn and len(slots):
+            self.log.cursor = int(slots[-1])
         last = _last_of_each(slots)
         if len(last) < len(slots):
             slots, rows = slots[last], {path: leaf[torch.from_numpy(last)] for path, leaf in rows.items()}
-        self.log.append(slots, rows, self.rows)
+        self.log.append(slots, rows)
         self._keep(torch.from_numpy(slots), rows)
         self._note()
+        self.log.compact(self.rows)
 
     def _keep(self, slots: torch.Tensor, rows: Leaves) -> None:
         index = slots.to(self._device)
@@ -135,8 +146,9 @@ class Table:
         n = self.log.block_rows
         for start in range(0, len(slots), n):
             part = slots[start : start + n]
-            self.log.append(part, self.rows(part), self.rows)
+            self.log.append(part, self.rows(part))
         self._note()
+        self.log.compact(self.rows)
 
     def copy_to(self, other: Table) -> None:
         """Write all rows to a table with the same fields and perhaps more, which are zero then."""
@@ -161,6 +173,8 @@ def _resident(layout: Layout, n_slots: int, cache_bytes: int) -> set[str]:
 
 def _last_of_each(slots: Array) -> Array:
     """Positions of the last appearance of every slot, in order."""
+    if (slots[1:] > slots[:-1]).all():  # as most are written
+        return np.arange(len(slots))
     _, first = np.unique(slots[::-1], return_index=True)
     last: Array = np.sort(len(slots) - 1 - first)
     return last

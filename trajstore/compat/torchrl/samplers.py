@@ -1,0 +1,260 @@
+"""Samplers for TorchRL's buffers: windows of which every one is as likely, and exact draws by priority."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchrl.data import find_start_stop_traj
+from torchrl.data.replay_buffers import PrioritizedSampler, Sampler
+
+from trajstore.errors import DataError, NotReadyError
+from trajstore.sumtree import NOTHING, SumTree
+from trajstore.windows import Windows, relative
+
+Key = str | tuple[str, ...]
+_TOTAL = 1 << 61  # of all masses at the most
+
+
+class WindowSampler(Sampler):  # type: ignore[misc]
+    """Draws windows that lie within episodes; every window is as likely, not every episode.
+
+    Batches are flat, ``[batch * window]`` rows, as those of TorchRL's `SliceSampler`; ``batch_size`` of the buffer
+    counts rows. With them come ``validity_mask`` (the row is no padding) and ``learning_mask``.
+
+    Args:
+        windows: Length, burn-in, bootstrap, stride, and what happens at the ends of an episode (not ``cross``).
+        end_key: Where rows say that an episode ends.
+        traj_key: Where they say which episode they are of; then ``end_key`` does not count.
+        seed: Of the draws, unless the buffer has a generator.
+    """
+
+    def __init__(
+        self, windows: Windows, *, end_key: Key = ("next", "done"), traj_key: Key | None = None, seed: int = 0
+    ) -> None:
+        if windows.boundary == "cross":
+            raise ValueError("boundary: expected windows that stay within episodes, got 'cross'")
+        self._windows, self._end_key, self._traj_key = windows, end_key, traj_key
+        self._own_rng = torch.Generator().manual_seed(seed)
+        self._found: tuple[Any, int, tuple[torch.Tensor, ...]] | None = None
+
+    def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[Any, torch.Tensor]]:
+        size = self._windows.size
+        if batch_size % size:
+            raise DataError(f"batch_size: expected a multiple of the {size} rows of a window, got {batch_size}")
+        first, lengths, lanes, starts = self._episodes(storage)
+        if not len(starts) or not int(starts[-1]):
+            raise NotReadyError(f"no episode here has a window of {self._windows.length} steps; write more first")
+        drawn = torch.randint(int(starts[-1]), (batch_size // size,), generator=self._rng or self._own_rng)
+        episode = torch.searchsorted(starts, drawn, right=True)
+        offset = drawn - torch.where(episode > 0, starts[episode - 1], 0)
+        start = self._windows.start(offset, lengths[episode])
+        steps = relative(self._windows, start.device)
+        position = start[:, None] + steps
+        inside = position.clamp(min=0).minimum(lengths[episode, None] - 1)
+        time = (first[episode, None] + inside) % storage.shape[0]
+        learns = (steps >= 0) & (steps <= self._windows.reach)
+        info = {
+            "validity_mask": (position == inside).flatten(),
+            "learning_mask": learns.repeat(len(drawn)),
+        }
+        others = [lane[episode].repeat_interleave(size) for lane in lanes.T]
+        return (time.flatten(), *others) if others else time.flatten(), info
+
+    def _episodes(self, storage: Any) -> tuple[torch.Tensor, ...]:
+        """First rows, lengths, lanes and running sums of starts; found again when the storage has changed."""
+        revision = storage._mutation_revision
+        if self._found is None or self._found[0] is not storage or self._found[1] != revision:
+            self._found = storage, revision, self._find(storage) if len(storage) else (torch.empty(0),) * 4
+        return self._found[2]
+
+    def _find(self, storage: Any) -> tuple[torch.Tensor, ...]:
+        values = storage[:][self._end_key if self._traj_key is None else self._traj_key].clone()
+        values = values.reshape(storage.shape)
+        which = {"end": values.bool()} if self._traj_key is None else {"trajectory": values}
+        start, _, lengths = find_start_stop_traj(
+            **which, at_capacity=storage._is_full, cursor=storage._last_cursor_index
+        )
+        starts = self._windows.n_starts(lengths).cumsum(0)
+        return start[:, 0].cpu(), lengths.cpu(), start[:, 1:].cpu(), starts.cpu()
+
+    def _empty(self) -> None:
+        self._found = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self._own_rng.get_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._own_rng.set_state(state_dict["rng"])
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        Path(path).mkdir(exist_ok=True)
+        np.save(Path(path) / "rng.npy", self._own_rng.get_state().numpy(), allow_pickle=False)
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        self._own_rng.set_state(torch.from_numpy(np.load(Path(path) / "rng.npy", allow_pickle=False)))
+
+
+class PrioritisedSampler(PrioritizedSampler):  # type: ignore[misc]
+    """Draws in proportion to ``(priority + eps) ** alpha``, from sums that are exact.
+
+    It takes the place of TorchRL's `PrioritizedSampler` and needs no compiled part of TorchRL. Nothing drifts, a
+    row of priority 0 and eps 0 is never drawn, raw priorities are kept (so ``alpha`` may change at any time), and
+    draws have a generator of their own.
+
+    Args:
+        max_capacity: Rows that the storage may hold.
+        alpha: How much priorities count.
+        beta: How much of the bias the weights take back.
+        eps: Added to priorities.
+        reduction: Of priorities with several values a row: ``max``, ``min``, ``median`` or ``mean``.
+        seed: Of the draws, unless the buffer has a generator.
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float,
+        beta: float,
+        eps: float = 1e-8,
+        reduction: str = "max",
+        *,
+        seed: int = 0,
+    ) -> None:
+        self._own_rng = torch.Generator().manual_seed(seed)
+        super().__init__(max_capacity, alpha, beta, eps, reduction=reduction, device="cpu")
+
+    def _init(self) -> None:
+        self._raw = torch.full((self._max_capacity,), -1.0, dtype=torch.float64)  # below 0: no row
+        self._top = 1.0  # masses are whole numbers, on a scale where this is the largest
+        self._largest = 1.0
+        self._sum_tree = SumTree(torch.device("cpu"), with_min=True)
+        self._sum_tree.resize(self._max_capacity)
+
+    _empty = _init
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def default_priority(self) -> float:
+        """Of new rows: the largest so far."""
+        return self._largest
+
+    @property
+    def alpha(self) -> float:
+        return float(self._alpha)
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        if value < 0:
+            raise ValueError(f"alpha: expected a number of at least 0, got {value}")
+        self._alpha = value
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        masses = self._masses(self._raw.clamp(min=0))
+        self._top = max(float(masses[self._raw >= 0].amax()) if (self._raw >= 0).any() else 1.0, 1e-300)
+        self._sum_tree.rebuild(self._whole(masses).where(self._raw >= 0, 0))
+
+    def _masses(self, priority: torch.Tensor) -> torch.Tensor:
+        masses: torch.Tensor = (priority + self._eps).pow(self._alpha)
+        return masses
+
+    def _whole(self, masses: torch.Tensor) -> torch.Tensor:
+        scaled = (masses * (_TOTAL / self._max_capacity / self._top)).to(torch.int64)
+        whole: torch.Tensor = scaled.clamp(min=1).where(masses > 0, 0)
+        return whole
+
+    def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[str, torch.Tensor]]:
+        total = int(self._sum_tree.total)
+        if not total:
+            raise NotReadyError("no row can be drawn; write some, with priorities above 0")
+        drawn = torch.randint(total, (batch_size,), generator=self._rng or self._own_rng)
+        index = self._sum_tree.find(drawn)
+        smallest = int(self._sum_tree.smallest)
+        assert smallest != NOTHING  # there is something to draw
+        weight = (self._sum_tree.get(index).double() / smallest).pow(-self._beta).float()
+        places = torch.unravel_index(index, storage.shape) if storage.ndim > 1 else index
+        return places, {"priority_weight": weight}
+
+    def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
+        """Set priorities of slots; those below 0, of rows that were not written, are left out.
+
+        Raises:
+            DataError: A priority is below 0 or not finite; nothing was changed.
+        """
+        slots = _slots(index, storage)
+        values = torch.as_tensor(priority).detach().cpu().double().reshape(-1).expand(len(slots))
+        slots, values = slots[slots >= 0], values[slots >= 0]
+        if not bool((values.isfinite() & (values >= 0)).all()):
+            raise DataError("priority: expected finite numbers of at least 0")
+        if len(slots):
+            self._largest = max(self._largest, float(values.amax()))
+            self._set(slots, values)
+
+    def _set(self, slots: torch.Tensor, values: torch.Tensor) -> None:
+        self._raw[slots] = values
+        values = self._raw[slots]  # where a slot comes twice, one of them counts
+        masses = self._masses(values)
+        if float(masses.amax()) > self._top:
+            self._rebuild()
+        else:
+            self._sum_tree.put(slots, self._whole(masses))
+
+    def add(self, index: Any) -> None:
+        pass  # `mark_update` follows
+
+    extend = add
+
+    def state_dict(self) -> dict[str, Any]:
+        about = {"alpha": self._alpha, "beta": self._beta, "eps": self._eps, "largest": self._largest}
+        return {**about, "priority": self._raw.clone(), "rng": self._own_rng.get_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            DataError: It is of another capacity, in which rows are held that this one has no slots for.
+        """
+        priority = torch.as_tensor(state_dict["priority"])
+        if len(priority) > self._max_capacity and bool((priority[self._max_capacity :] >= 0).any()):
+            raise DataError(f"max_capacity: expected at least {len(priority)}, got {self._max_capacity}")
+        self._init()
+        n = min(len(priority), self._max_capacity)
+        self._raw[:n] = priority[:n]
+        self._alpha, self._beta, self._eps = (state_dict[name] for name in ("alpha", "beta", "eps"))
+        self._largest = state_dict["largest"]
+        self._own_rng.set_state(torch.as_tensor(state_dict["rng"]))
+        self._rebuild()
+
+    def dumps(self, path: str | os.PathLike[str]) -> None:
+        Path(path).mkdir(exist_ok=True)
+        state = self.state_dict()
+        for name in ("priority", "rng"):
+            np.save(Path(path) / f"{name}.npy", state.pop(name).numpy(), allow_pickle=False)
+        (Path(path) / "sampler_metadata.json").write_text(json.dumps(state))
+
+    def loads(self, path: str | os.PathLike[str]) -> None:
+        state = json.loads((Path(path) / "sampler_metadata.json").read_text())
+        arrays = {name: np.load(Path(path) / f"{name}.npy", allow_pickle=False) for name in ("priority", "rng")}
+        self.load_state_dict(state | {name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def _slots(index: Any, storage: Any) -> torch.Tensor:
+    """Slots, counted through all dimensions."""
+    if isinstance(index, tuple):
+        index = torch.stack([torch.as_tensor(part) for part in index], -1)
+    slots: torch.Tensor = torch.as_tensor(index, dtype=torch.int64).cpu()
+    if storage is None or storage.ndim == 1:
+        return slots.reshape(-1)
+    first, *others = slots.reshape(-1, storage.ndim).unbind(-1)
+    for size, place in zip(storage.shape[1:], others, strict=True):
+        first = first * size + place
+    return first

@@ -1,0 +1,204 @@
+"""TorchRL's episode data (TED) as episodes that hold every observation once, and back.
+
+A row of TED has observations at its root, and those that follow under ``next``. Within a trajectory the latter are
+the root's of the next row, which is checked here bit by bit; so of those only the last of a trajectory are kept.
+
+| key of TED                           | field                                 |
+|--------------------------------------|---------------------------------------|
+| at the root and under ``next``       | the same name, with a final value     |
+| at the root only                     | the same name                         |
+| ``next``, a reward                   | the same name                         |
+| ``next``, anything else              | below ``after``                       |
+| ``done``, ``terminated``, ``truncated`` | how the episode ends               |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+
+from trajstore.errors import DataError
+from trajstore.plan import RESERVED
+from trajstore.schema import flatten, nest
+
+FLAGS = ("done", "terminated", "truncated")
+_IDS = "collector/traj_ids"
+_AFTER = "after"  # group of what stands under next alone
+_DROPPED = {"index", *FLAGS}
+
+Columns = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of TED by lane and time.
+
+    Attributes:
+        steps: By field, ``[B, T, ...]``.
+        finals: Of the fields with a final value: what follows each step, ``[B, T, ...]``.
+        terminated: Where an episode ends in a terminal state, ``[B, T]``.
+        truncated: Where it is stopped, or another one begins without that it ended, ``[B, T]``.
+    """
+
+    steps: Columns
+    finals: Columns
+    terminated: torch.Tensor
+    truncated: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TedEpisode:
+    """One trajectory: what `Writer.append_episode` takes, observations with one row more than the rest.
+
+    Attributes:
+        data: By field, nested.
+        terminated: It ended in a terminal state.
+        truncated: It was stopped. With neither, the recording was cut.
+    """
+
+    data: dict[str, Any]
+    terminated: bool
+    truncated: bool
+
+
+def ted_to_episodes(data: TensorDictBase) -> list[TedEpisode]:
+    """Cut TED, ``[T]`` or ``[B, T]``, into episodes.
+
+    One ends where ``("next", "done")`` says so, where ``("collector", "traj_ids")`` changes, and with the data.
+
+    Raises:
+        DataError: Within a trajectory, what follows a row is not what the next row holds.
+    """
+    return list(_episodes(parse(data)))
+
+
+def parse(data: TensorDictBase) -> Block:
+    """Check TED and bring it into fields; see `ted_to_episodes`."""
+    if not is_tensor_collection(data) or data.batch_dims not in (1, 2) or "next" not in data.keys():  # noqa: SIM118
+        raise DataError(f"expected a TensorDict [T] or [B, T] with what follows under 'next', got {_kind(data)}")
+    data = data if data.batch_dims == 2 else data.unsqueeze(0)
+    root, after = _columns(data.exclude("next")), _columns(data["next"])
+    both = {path: root[path] for path in root if path in after and path not in FLAGS}
+    only = {path: value for path, value in after.items() if path not in {*both, *FLAGS}}
+    steps = {path: value for path, value in root.items() if path not in _DROPPED}
+    steps |= {path if _is_reward(path) else f"{_AFTER}/{path}": value for path, value in only.items()}
+    for path in steps:
+        if path.split("/")[0] in RESERVED:
+            raise DataError(f"key {path!r}: batches hold something else under that name; rename or exclude it")
+    terminated, truncated = _ends(after, data.batch_size)
+    truncated = truncated | (_id_changes(root, truncated) & ~terminated)
+    finals = {path: after[path] for path in both}
+    _check(both, finals, terminated | truncated)
+    return Block(steps, finals, terminated, truncated)
+
+
+def _columns(data: TensorDictBase) -> Columns:
+    columns = {key if isinstance(key, str) else "/".join(key): value for key, value in data.items(True, True)}
+    if odd := next((path for path, value in columns.items() if not isinstance(value, torch.Tensor)), None):
+        raise DataError(f"key {odd!r}: expected a tensor, got {type(columns[odd]).__name__}")
+    return columns
+
+
+def _kind(data: Any) -> str:
+    shape = f" of batch size {tuple(data.batch_size)}" if is_tensor_collection(data) else ""
+    return f"{type(data).__name__}{shape}"
+
+
+def _is_reward(path: str) -> bool:
+    return path.split("/")[-1] == "reward"
+
+
+def _ends(after: Columns, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flags ``[B, T]``; what is done without that it is said why counts as terminated, as in TorchRL."""
+    none = torch.zeros(shape, dtype=torch.bool)
+    done, terminated, truncated = (
+        after[name].reshape(*shape, -1).any(-1).cpu() if name in after else none for name in FLAGS
+    )
+    return terminated | (done & ~truncated), truncated
+
+
+def _id_changes(root: Columns, like: torch.Tensor) -> torch.Tensor:
+    """Where the next row is of another trajectory."""
+    changes = torch.zeros_like(like)
+    if _IDS in root:
+        ids = root[_IDS].reshape(*like.shape, -1)[..., 0].cpu()
+        changes[:, :-1] = ids[:, 1:] != ids[:, :-1]
+    return changes
+
+
+def _check(now: Columns, after: Columns, ends: torch.Tensor) -> None:
+    goes_on = ~ends[:, :-1]
+    for path, value in now.items():
+        wrong = goes_on & differs(after[path][:, :-1], value[:, 1:]).cpu()
+        if wrong.any():
+            lane, t = wrong.nonzero()[0].tolist()
+            raise DataError(
+                f"key {path!r}, lane {lane}: expected what follows row {t} to be what row {t + 1} holds, as both"
+                " are of one trajectory; mark its end in ('next', 'done') or ('collector', 'traj_ids')"
+            )
+
+
+def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Where two tensors ``[B, T, ...]`` are not the same, bit by bit."""
+    return (_bits(a) != _bits(b)).flatten(2).any(-1) if a.dim() > 2 else _bits(a) != _bits(b)
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    if not x.is_floating_point():
+        return x
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def _episodes(block: Block) -> Iterator[TedEpisode]:
+    ends = block.terminated | block.truncated
+    ends[:, -1] = True
+    for lane in range(len(ends)):
+        start = 0
+        for last in ends[lane].nonzero()[:, 0].tolist():
+            rows = {path: value[lane, start : last + 1] for path, value in block.steps.items()}
+            rows |= {p: torch.cat([rows[p], v[lane, last : last + 1]]) for p, v in block.finals.items()}
+            yield TedEpisode(nest(rows), bool(block.terminated[lane, last]), bool(block.truncated[lane, last]))
+            start = last + 1
+
+
+def episodes_to_ted(episodes: Iterable[TedEpisode]) -> TensorDict:
+    """Put episodes one after the other as TED, ``[T]``; what `ted_to_episodes` cut comes back bit by bit.
+
+    Flags have the shape ``[T, 1]``. Those at the root are those of the row before, so they are not set.
+
+    Raises:
+        DataError: A field has neither as many rows as the others nor one more.
+    """
+    parts = [_ted(episode) for episode in episodes]
+    if not parts:
+        raise DataError("expected at least one episode")
+    return torch.cat(parts)
+
+
+def _ted(episode: TedEpisode) -> TensorDict:
+    columns = {path: torch.as_tensor(value) for path, value in flatten(episode.data).items()}
+    n = min(len(value) for value in columns.values())
+    if odd := next((path for path, value in columns.items() if len(value) not in (n, n + 1)), None):
+        raise DataError(f"field {odd!r}: expected {n} rows, or one more, got {len(columns[odd])}")
+    has_final = {path for path, value in columns.items() if len(value) == n + 1}
+    root = {path: value[:n] for path, value in columns.items()}
+    after = {path: columns[path][1:] for path in has_final}
+    last = torch.zeros(n, 1, dtype=torch.bool)
+    last[-1] = True
+    return assemble(root, after, last & episode.terminated, last & episode.truncated)
+
+
+def assemble(steps: Columns, after: Columns, terminated: torch.Tensor, truncated: torch.Tensor) -> TensorDict:
+    """TED from fields and what follows them, all with the leading axes of the flags but their last one."""
+    none = torch.zeros_like(terminated)
+    follows = {p: v for p, v in steps.items() if p not in after and (_is_reward(p) or p.startswith(f"{_AFTER}/"))}
+    root = {path: value for path, value in steps.items() if path not in follows}
+    next_ = {path.removeprefix(f"{_AFTER}/"): value for path, value in follows.items()} | after
+    next_ |= {"done": terminated | truncated, "terminated": terminated, "truncated": truncated}
+    root |= dict.fromkeys(FLAGS, none)
+    lead = terminated.shape[:-1]
+    return TensorDict({**nest(root), "next": nest(next_)}, batch_size=lead, device=terminated.device)
