@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import pickle  # noqa: TID251 - to write what must not be loaded
 import shutil
 import signal
@@ -27,6 +28,7 @@ from hypothesis import strategies as st
 
 import trajstore
 from tests.faulty import FailWhile, FaultyStorage, real_storage, server_error, through
+from tests.test_replay import crash
 from trajstore import ClosedError, DataError, FormatError, NotReadyError, StorageError
 from trajstore.compat.rlinf import (
     ChunkStepResult,
@@ -1061,21 +1063,169 @@ def test_batches_of_other_fields_are_not_joined() -> None:
 def test_the_priority_store_keeps_the_newest_versions() -> None:
     store = PriorityStore(3)
     assert all(store.add((version, version + 0.5), f"v{version}") for version in (5, 1, 3))
-    assert not store.add((1, 0.0), "older than all")
+    assert not store.add((0, 9.0), "older than all")
+    assert store.add((1, 1.5), "as old as the oldest, and newer here")
     assert store.add((4, 4), "v4")
     assert len(store) == 3
     assert store.topn(2) == ["v5", "v4"]
     assert store.topn(9) == ["v5", "v4", "v3"]
-    assert store.get_metric() == {
-        3: {"ratio": 1 / 3},
-        4: {"ratio": 1 / 3},
-        5: {"ratio": 1 / 3},
-        "discarded_unused": 1,
-    }
+    third = {"ratio": 1 / 3}
+    assert store.get_metric() == {3: third, 4: third, 5: third, "discarded_unused": 3}
     assert store.remove_below(5) == 2
-    assert store.get_metric() == {5: {"ratio": 1.0}, "discarded_unused": 1}
+    assert store.get_metric() == {5: {"ratio": 1.0}, "discarded_unused": 3}
     store.add((6, 6), "v6")
     assert store.remove_below(7) == 2
-    assert store.get_metric() == {"discarded_unused": 2}
+    assert store.get_metric() == {"discarded_unused": 4}
+    store.add((1, 1.5), trajectory(n_steps=4, n_envs=1, versions=torch.tensor([1, 1, 2, 1]).reshape(4, 1, 1)))
+    assert store.get_metric() == {1: {"ratio": 0.75}, 2: {"ratio": 0.25}, "discarded_unused": 4}
     with pytest.raises(ValueError, match="maxsize: expected a positive integer, got 0"):
         PriorityStore(0)
+
+
+# ---- a place that is used again ------------------------------------------------------------------------
+
+
+def saved_at(path: Path, first: int, n: int = 3) -> None:
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([trajectory(first + i) for i in range(n)])
+    buffer.save_checkpoint(path)
+    buffer.close()
+
+
+def held_at(path: Path) -> list[int]:
+    buffer = TrajectoryReplayBuffer()
+    buffer.load_checkpoint(path)
+    found = [buffer.get_trajectory(number) for number in buffer.trajectory_ids]
+    buffer.close()
+    return [int(one.rewards[0, 0, 0]) // 10_000 for one in found if one.rewards is not None]
+
+
+def test_a_checkpoint_saved_over_another_has_its_own_files(tmp_path: Path) -> None:
+    for first in (0, 10, 20):
+        saved_at(tmp_path, first)
+        assert held_at(tmp_path) == [first, first + 1, first + 2]
+        assert len(list(tmp_path.glob("*.pt"))) == 3
+    buffer = TrajectoryReplayBuffer()
+    for _ in range(2):
+        buffer.load_checkpoint(tmp_path)
+        buffer.save_checkpoint(tmp_path)
+        assert held_at(tmp_path) == [20, 21, 22]
+    buffer.close()
+
+
+@pytest.mark.parametrize("fails_at", range(6))
+def test_a_checkpoint_that_fails_leaves_the_one_before(
+    tmp_path: Path, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_at(tmp_path, 0)
+    calls = []
+
+    def failing(old: Any, new: Any, put: Any = os.replace) -> None:
+        if len(calls) == fails_at:
+            raise OSError("no space left")
+        calls.append(new)
+        put(old, new)
+
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([trajectory(10 + i) for i in range(3)])
+    buffer.flush()
+    monkeypatch.setattr("trajstore.compat.rlinf.directory.os.replace", failing)
+    if fails_at < 5:  # three files, index, metadata
+        with pytest.raises(OSError, match="no space left"):
+            buffer.save_checkpoint(tmp_path)
+    monkeypatch.undo()
+    assert held_at(tmp_path) == ([10, 11, 12] if fails_at >= 4 else [0, 1, 2])
+    buffer.save_checkpoint(tmp_path)
+    assert held_at(tmp_path) == [10, 11, 12]
+    buffer.close()
+
+
+def test_a_load_that_can_not_be_leaves_what_is_held(saved: dict[str, Any], tmp_path: Path) -> None:
+    other = TrajectoryReplayBuffer()
+    other.add_trajectories([trajectory(prev_values=None)])
+    other.save_checkpoint(tmp_path / "other")
+    rlinf_directory(tmp_path / "damaged", {0: trajectory(0)})
+    (tmp_path / "damaged" / f"trajectory_0_{NO_VERSIONS}.pt").write_bytes(b"nothing")
+    buffer = TrajectoryReplayBuffer(**saved)
+    buffer.add_trajectories([trajectory(n) for n in range(5)])
+    for path in ("other", "damaged"):
+        with pytest.raises((DataError, FormatError)):
+            buffer.load_checkpoint(tmp_path / path)
+        assert buffer.trajectory_ids == [0, 1, 2, 3, 4]
+    buffer.close()
+    in_memory = TrajectoryReplayBuffer()
+    in_memory.add_trajectories([trajectory(0)])
+    in_memory.load_checkpoint(tmp_path / "other")  # nothing on disk has the old fields
+    assert "prev_values" not in in_memory.sample(3)
+    in_memory.close()
+    other.close()
+
+
+def test_a_buffer_that_loads_its_own_store_holds_what_it_held(saved: dict[str, Any]) -> None:
+    buffer = TrajectoryReplayBuffer(**saved)
+    buffer.add_trajectories([trajectory(n) for n in range(3)])
+    buffer.load_checkpoint(saved["auto_save_path"])
+    assert buffer.trajectory_ids == [0, 1, 2]
+    with pytest.raises(DataError, match="is this buffer's own store"):
+        buffer.load_checkpoint(saved["auto_save_path"] + "/", True, 0, 2)
+    with pytest.raises(DataError, match="holds a store; RLinf's files need a directory of their own"):
+        buffer.save_checkpoint(saved["auto_save_path"])
+    with pytest.raises(ValueError, match="RLinf's files lie in directories"):
+        buffer.save_checkpoint("s3://bucket/checkpoint")
+    buffer.close()
+    again = TrajectoryReplayBuffer(**saved)
+    assert again.trajectory_ids == [0, 1, 2]
+    again.close()
+
+
+def test_what_was_cleared_does_not_come_back_after_a_crash(saved: dict[str, Any]) -> None:
+    buffer = TrajectoryReplayBuffer(**saved, commit_seconds=None)
+    for first in (0, 20):
+        buffer.add_trajectories([trajectory(first + i) for i in range(2)])
+        buffer.clear()
+    buffer.add_trajectories([trajectory(7)])
+    buffer.flush()
+    crash(buffer.memory)
+    again = TrajectoryReplayBuffer(**saved)
+    assert again.trajectory_ids == [0]
+    same(again.get_trajectory(0), trajectory(7))
+    again.close()
+
+
+def test_a_store_as_a_checkpoint_holds_only_the_window(tmp_path: Path) -> None:
+    buffer = TrajectoryReplayBuffer(sample_window_size=2, trajectory_format="zarr")
+    buffer.add_trajectories([trajectory(n) for n in range(5)])
+    buffer.save_checkpoint(tmp_path / "ckpt")
+    buffer.close()
+    assert held_at(tmp_path / "ckpt") == [3, 4]
+
+
+def test_an_addition_that_fails_half_way_leaves_nothing(
+    saved: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {n: trajectory(n, n_steps=90, breaks=(40,)) for n in range(3)}
+    buffer = TrajectoryReplayBuffer(**saved, buffer_bytes=40_000)
+    buffer.add_trajectories([given[0]])
+    extend, calls = buffer.memory.extend, []
+
+    def failing(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise StorageError("the storage is down")
+        return extend(*args, **more)
+
+    monkeypatch.setattr(buffer.memory, "extend", failing)
+    with pytest.raises(StorageError, match="the storage is down"):
+        buffer.add_trajectories([given[1]])
+    monkeypatch.undo()
+    assert len(calls) == 2
+    assert set(numbers(buffer.sample(500))) == {0}
+    buffer.add_trajectories([given[1], given[2]])
+    check_rows(buffer.sample(500), given)
+    buffer.close()
+    again = TrajectoryReplayBuffer(sample_window_size=2, **saved)
+    assert again.trajectory_ids == [0, 1, 2]
+    for number, one in given.items():
+        same(again.get_trajectory(number), one)
+    assert set(numbers(again.sample(500))) == {1, 2}
+    again.close()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import trajstore
 from tests.faulty import BlockPuts, Call, FaultyStorage, real_storage, through
 from tests.test_replay import crash, episode, new_buffer, resumed, step
-from trajstore import Field, Priorities, ReplayBuffer, Retention, Schema, SnapshotExpiredError, Windows
+from trajstore import EpisodeKey, Field, Priorities, ReplayBuffer, Retention, Schema, SnapshotExpiredError, Windows
 
 SINGLE = Windows()
 
@@ -209,8 +209,21 @@ def test_the_oldest_episodes_can_be_evicted_on_demand() -> None:
         assert buffer.n_steps == n_steps - sum(lengths[:5])
         with pytest.raises(ValueError, match="n_episodes: expected a positive integer, got 0"):
             buffer.evict(0)
-        with pytest.raises(ValueError, match="evict: say either n_episodes or where"):
+        with pytest.raises(ValueError, match="evict: say one of n_episodes, where and keys"):
             buffer.evict()
+
+
+def test_episodes_can_be_evicted_by_their_keys_before_they_are_committed() -> None:
+    with new_buffer(fresh()) as buffer:
+        keys = [buffer.add_episode(episode(0, 2), terminated=True, env=number) for number in range(4)]
+        fill(buffer, 3, env=9)
+        other = EpisodeKey("another", 0)
+        assert buffer.evict(keys=[keys[3], keys[1], other, EpisodeKey(buffer.stream, 77)]) == 4
+        assert {e for _, e, _ in here(buffer)} == {0, 2, 4}
+        assert buffer.evict(keys=[keys[1], EpisodeKey(buffer.stream, 4)]) == 3
+        buffer.append(step(9, 3), env=9)
+        assert here(buffer)[-1][1:] == (4, 3)
+        assert buffer.evict(keys=[]) == 0
 
 
 def test_episodes_of_a_choice_can_be_evicted() -> None:
@@ -223,6 +236,27 @@ def test_episodes_of_a_choice_can_be_evicted() -> None:
         assert buffer.evict(where=lambda table: table["length"] % 2 == 0) == 0
         assert buffer.evict(1) == 1
         assert {e for _, e, _ in here(buffer)} == {2, 4}
+
+
+@pytest.mark.parametrize("how", ["evict", "where", "clear"])
+def test_what_was_evicted_before_its_commit_is_not_shown_once_that_is_durable(how: str, url: str) -> None:
+    buffer = new_buffer(url)
+    for number in range(5):
+        buffer.add_episode(episode(0, 3), terminated=True, env=number)
+    if how == "evict":
+        buffer.evict(3)
+    elif how == "clear":
+        buffer.clear()
+        for number in range(2):
+            buffer.add_episode(episode(0, 3), terminated=True, env=number)
+    elif how == "where":
+        buffer.flush()
+        buffer.evict(where=lambda table: table["episode"] < 3)
+    buffer.flush()
+    shown = trajstore.open(url).episodes["episode"].tolist()
+    assert shown == ([5, 6] if how == "clear" else [3, 4])
+    buffer.flush()
+    crash(buffer)
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trajstore.cpu import kernels_for
-from trajstore.episodes import EpisodeTable
+from trajstore.episodes import EpisodeKey, EpisodeTable
 from trajstore.errors import (
     CorruptionError,
     DataError,
@@ -289,6 +289,13 @@ class Assembler:
         mask = np.zeros(self.index.n, bool)
         mask[entry[entry >= 0]] = True
         return mask
+
+    def entries_of(self, keys: Iterable[EpisodeKey]) -> Array:
+        """Index entries of those of some episodes that are here."""
+        named = [(self.index.numbers[key.stream], key.episode) for key in keys if key.stream in self.index.numbers]
+        stream, episode = np.array(named, np.int64).reshape(-1, 2).T
+        entry = self.index.find(stream, episode)
+        return np.unique(entry[entry >= 0])
 
     def no_windows(self, windows: Windows, condition: str) -> NotReadyError:
         """Why nothing can be drawn."""

@@ -217,6 +217,7 @@ class ReplayBuffer:
         self._sampler = 0  # the thread that sampled last
         self._waiting = 0  # threads that want to know of appends
         self._n_sampled = self._n_redrawn = self._n_unpublished = self._n_told = 0
+        self._has_removed = False  # steps that may not be committed yet
         self._version: int | None = None
         self._bytes_per_step: float | None = None
         self._hooks: ExitHooks | None = None
@@ -577,28 +578,36 @@ class ReplayBuffer:
                 raise ValueError("no policy versions are kept; set policy_version before collecting")
             return self._remove(self._reader.column(VERSION) < version)
 
-    def evict(self, n_episodes: int | None = None, *, where: Where | None = None) -> int:
-        """Evict episodes. Returns how many steps went.
+    def evict(
+        self,
+        n_episodes: int | None = None,
+        *,
+        where: Where | None = None,
+        keys: Iterable[EpisodeKey] | None = None,
+    ) -> int:
+        """Evict episodes, chosen in one of three ways. Returns how many steps went.
 
         Args:
             n_episodes: So many of the oldest, but for those that are open.
             where: Those that are committed and that this function of the episode table says True for; of those that
                 are open, the steps they have.
+            keys: These, if they are here; of those that are open, the steps they have.
         """
-        if (n_episodes is None) == (where is None):
-            raise ValueError("evict: say either n_episodes or where")
+        if sum(choice is not None for choice in (n_episodes, where, keys)) != 1:
+            raise ValueError("evict: say one of n_episodes, where and keys")
         if n_episodes is not None:
             check_positive("n_episodes", n_episodes)
         self._check()
         with self._source.lock:
             self._source.publish()
             if n_episodes is not None:
-                chosen = self._retainer.oldest(n_episodes)
+                entries = self._retainer.oldest(n_episodes)
+            elif where is not None:
+                first = self._source.index.first
+                entries = np.flatnonzero(self._source.mask(where)[first:]) + first
             else:
-                assert where is not None
-                chosen = np.flatnonzero(self._source.mask(where)[self._source.index.first :])
-                chosen += self._source.index.first
-            return self._removed(self._retainer.drop_episodes(chosen))
+                entries = self._source.entries_of(keys or ())
+            return self._removed(self._retainer.drop_episodes(entries))
 
     def clear(self) -> int:
         """Evict everything; episodes that are open go on. Returns how many steps went."""
@@ -614,6 +623,7 @@ class ReplayBuffer:
         self._reader.follow_priorities()
         self._reader.follow_columns()
         self._tell_marks()
+        self._has_removed = True
         return n
 
     def set_priorities(self, **options: Any) -> None:
@@ -780,7 +790,7 @@ class ReplayBuffer:
     # ---- durability
 
     def flush(self) -> None:
-        """Make everything appended and written back durable, and wait for checkpoints that are being written."""
+        """Make everything appended, written back and evicted durable, and wait for checkpoints being written."""
         self._check()
         self._writer.commit()
         if self._reader.has_columns:
@@ -788,7 +798,21 @@ class ReplayBuffer:
                 self._source.publish()  # rows that are committed now have their values stored by row
                 self._reader.save_columns(self._writer)
             self._writer.commit()
+        self._forget_removed()
         self._saver.wait()
+
+    def _forget_removed(self) -> None:
+        """Let no reader be shown what somebody asked to evict, also if that came before its commit.
+
+        What limits evict is not looked at here: when that happens must not depend on commits.
+        """
+        if not self._has_removed:
+            return
+        with self._source.lock:
+            self._source.publish()
+            self._tell_marks()
+            self._has_removed = False
+        self._sweeper.publish()
 
     def refresh(self) -> None:
         """Show what other writers of this session's world have committed meanwhile; costs what is new."""

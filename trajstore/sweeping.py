@@ -63,6 +63,7 @@ class Sweeper:
         self._failure: BaseException | None = None  # not yet raised to anybody
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        self._publishing = threading.Lock()
         self._sweeping = threading.Lock()  # one sweep at a time; guards what follows
         self._freed: dict[tuple[str, str], int] = {}  # by stream and array: objects that are deleted, from 0 on
         self._removing: set[str] = set()  # streams whose record may be gone and whose chunks are there still
@@ -84,6 +85,11 @@ class Sweeper:
             if self._is_due:
                 self._start()
                 self._condition.notify_all()
+
+    def publish(self) -> None:
+        """Publish the marks; returns when no reader is shown what is below. Deleting it comes later."""
+        with self._publishing:
+            self._publish()
 
     def flush(self) -> None:
         """Publish the marks and delete what nobody wants now; returns when it is gone, after the grace time."""
@@ -152,7 +158,7 @@ class Sweeper:
     def _sweep(self) -> None:
         with self._condition:
             self._is_due = False
-        self._publish()
+        self.publish()
         # Marks that others have published since have not had their grace time, so they wait for another sweep.
         aged = first_rows(self._records()) if self._grace_s > 0 else None
         if self._closing.wait(self._grace_s) if self._grace_s > 0 else self._closing.is_set():

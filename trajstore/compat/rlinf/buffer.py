@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -17,6 +18,7 @@ from trajstore.compat.rlinf.rows import Rows, sampling, to_batch, to_rows
 from trajstore.compat.rlinf.stored import StoredTrajectories, ledger_of
 from trajstore.compat.rlinf.trajectory import Trajectory, check_alike, get_model_weights_id
 from trajstore.copying import copy
+from trajstore.episodes import EpisodeKey
 from trajstore.errors import ClosedError, DataError, NotReadyError, StoreNotFoundError
 from trajstore.replay import ReplayBuffer as Buffer
 from trajstore.rng import rank_seed
@@ -91,6 +93,7 @@ class TrajectoryReplayBuffer:
         self._ledger = Ledger()
         self._memory: Buffer | None = None
         self._is_closed = self._is_apart = False
+        self._draws_before: dict[str, int] = {}
         if self.auto_save:
             self._reopen()
 
@@ -123,6 +126,7 @@ class TrajectoryReplayBuffer:
                 seed=self._own_seed(*_rank()),
                 **{"rank": 0, "world_size": 1, **self._options},
             )
+            self._go_on(self._draws_before)
         return self._memory
 
     def _own_seed(self, rank: int, ranks: int) -> int:
@@ -132,7 +136,7 @@ class TrajectoryReplayBuffer:
     def draw_apart(self) -> None:
         """Draw other numbers than a buffer of the same seed does; said before the first batch."""
         with self._lock:
-            self._is_apart = True
+            self._is_apart, self._draws_before = True, {}
             if self._memory is not None:
                 self._go_on({"seed": self._own_seed(*_rank()), "counter": 0})
 
@@ -207,12 +211,15 @@ class TrajectoryReplayBuffer:
                     terminated=block.is_terminal.numpy(),
                     truncated=block.ends.numpy(),
                     final=nest(block.final) or None,
-                    metadata={"trajectory": number, **block.metadata},
+                    metadata={"trajectory": number, "serial": self._ledger.serial, **block.metadata},
                 )
                 episodes += [int(handles.episode.min()), int(handles.episode.max())]
         except BaseException:
+            self._ledger.serial += 1
             if episodes:  # part of it is there
-                self._ledger.leave(episodes[-1] - episodes[0] + 1)
+                parts = range(min(episodes), max(episodes) + 1)
+                with contextlib.suppress(ClosedError):
+                    memory.evict(keys=[EpisodeKey(memory.stream, episode) for episode in parts])
             raise
         first, last = min(episodes), max(episodes)
         self._ledger.push(Held(number, memory.stream, first, last - first + 1, n_steps * n_envs))
@@ -345,18 +352,39 @@ class TrajectoryReplayBuffer:
             FormatError: It can't be read; what was held still is, unless a later file is at fault.
         """
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
+        share_of((), rank, ranks)
         with self._lock:
+            self._check()
+            if self._is_own(load_path):
+                if ranks > 1:
+                    raise DataError(
+                        f"{os.fspath(load_path)}: is this buffer's own store, of which it holds everything"
+                    )
+                return
             source = (
                 _Directory(load_path, trusted)
                 if is_directory_of_rlinf(load_path)
-                else StoredTrajectories.open(load_path)
+                else StoredTrajectories.open(load_path, self._options.get("storage_options"))
             )
             chosen = share_of(source.numbers, rank, ranks)
+            self._check_can_take(source, chosen)
             self.clear()
             for number in chosen:
                 self.add_numbered(number, source.load(number))
             if self._memory is not None:  # ranks go on with draws of their own
                 self._go_on({"seed": self._own_seed(rank, ranks), "counter": 0} if ranks > 1 else source.draws)
+
+    def _is_own(self, path: Path) -> bool:
+        own, other = self._url.rstrip("/"), os.fspath(path).rstrip("/")
+        return own == other or ("://" not in own + other and os.path.realpath(own) == os.path.realpath(other))
+
+    def _check_can_take(self, source: _Directory | StoredTrajectories, chosen: Sequence[int]) -> None:
+        """Before anything is forgotten, see that the first trajectory can be read and stored."""
+        if chosen:
+            first = source.load(chosen[0])
+            check_alike([first])
+            if self.auto_save:
+                self._checked([first])
 
     def _go_on(self, draws: Any) -> None:
         """Go on with the draws of a checkpoint, if it has them."""
@@ -367,11 +395,23 @@ class TrajectoryReplayBuffer:
     # ---- the end
 
     def clear(self) -> None:
-        """Hold nothing any more; numbers begin at 0 again."""
+        """Hold nothing any more, on disk neither; numbers begin at 0 again.
+
+        A buffer in RAM may hold other fields after that.
+        """
         with self._lock:
-            if self._memory is not None:
+            self._ledger = self._ledger.cleared()
+            if self._memory is None:
+                return
+            if self.auto_save:
+                self._memory.flush()  # what is evicted before its commit could come back
                 self._memory.clear()
-            self._ledger = Ledger()
+                self._memory.flush()
+            else:
+                self._draws_before = self._draws()
+                self._memory.close()
+                forget(self._url)
+                self._memory, self._url = None, private_url("rlinf")
 
     def clear_cache(self) -> None:
         """Forget what was decoded; the trajectories stay."""

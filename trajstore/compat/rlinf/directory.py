@@ -50,7 +50,7 @@ class Directory:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, trusted: bool = False) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"{self.path}: expected a directory of trajectories, found none")
         self._trusted = trusted
@@ -119,7 +119,9 @@ class DirectoryWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, Any] | None = None) -> None:
-        self.path = Path(path)
+        self.path = local_path(path)
+        if (self.path / "zarr.json").exists():
+            raise DataError(f"{self.path}: holds a store; RLinf's files need a directory of their own")
         self.path.mkdir(parents=True, exist_ok=True)
         self._metadata = dict(metadata or {})
         self._before = _listed(self.path)
@@ -138,6 +140,9 @@ class DirectoryWriter:
         info = info_of(number, trajectory) | ({} if key is None else {_KEY: key})
         data = {f.name: getattr(trajectory, f.name) for f in fields(Trajectory)}
         data = {name: value for name, value in data.items() if value is not None and value != {}}
+        weights = data["model_weights_id"] = info["model_weights_id"]
+        while (self.path / _file_name(number, info["model_weights_id"])).exists():  # what is listed stays as it is
+            info["model_weights_id"] = f"{weights}-{uuid.uuid4().hex[:8]}"
         target = self.path / _file_name(number, info["model_weights_id"])
         replace_whole(target, lambda temporary: torch.save(_compact(data), temporary))
         self._index[number] = info
@@ -172,9 +177,8 @@ class DirectoryWriter:
             **self._metadata,
         }
         write_index(self.path, about, {number: self._index[number] for number in ids})
-        for number, info in self._before.items():
-            if self._index.get(number) != info:
-                (self.path / _file_name(number, str(info.get("model_weights_id", "")))).unlink(missing_ok=True)
+        for name in _names(self._before) - _names(self._index):
+            (self.path / name).unlink(missing_ok=True)
 
 
 def info_of(number: int, trajectory: Trajectory) -> Info:
@@ -215,9 +219,20 @@ def replace_whole(path: Path, write: Any) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """A path of this machine.
+
+    Raises:
+        ValueError: It is the URL of something else.
+    """
+    if "://" in os.fspath(path):
+        raise ValueError(f"{os.fspath(path)}: RLinf's files lie in directories; stores (zarr) may be anywhere")
+    return Path(path)
+
+
 def is_directory_of_rlinf(path: str | os.PathLike[str]) -> bool:
     """Whether there is one."""
-    root = Path(path)
+    root = Path(path)  # of a URL, one that is not there
     return any((root / name).exists() for name in (METADATA, INDEX, LEGACY_INDEX))
 
 
@@ -234,6 +249,10 @@ def _file_name(number: int, weights: str) -> str:
     if not _WEIGHTS.fullmatch(weights):
         raise DataError(f"model_weights_id: expected letters, digits, '.', '_' and '-', got {weights!r:.80}")
     return f"trajectory_{number}_{weights}.pt"
+
+
+def _names(index: Mapping[int, Info]) -> set[str]:
+    return {_file_name(number, str(info.get("model_weights_id", ""))) for number, info in index.items()}
 
 
 def _listed(path: Path) -> dict[int, Info]:

@@ -38,6 +38,7 @@ class Ledger:
         self._n_episodes = self._n_samples = 0  # ever
         self._streams: list[str] = []
         self.counter = 0  # the number of the next trajectory
+        self.serial = 0  # the same, never again
 
     @classmethod
     def of(cls, table: EpisodeTable) -> Ledger:
@@ -47,6 +48,14 @@ class Ledger:
         number, length = table["trajectory"], np.append(0, np.cumsum(table["length"]))
         for i, n in zip(start[is_whole].tolist(), n_episodes[is_whole].tolist(), strict=True):
             ledger.push(Held(int(number[i]), *table.key(i), n, int(length[i + n] - length[i])))
+        if len(table):
+            ledger.serial = int(np.ma.filled(table["serial"], -1).max()) + 1
+        return ledger
+
+    def cleared(self) -> Ledger:
+        """An empty one, that counts on."""
+        ledger = Ledger()
+        ledger.serial = self.serial
         return ledger
 
     def __len__(self) -> int:
@@ -83,10 +92,7 @@ class Ledger:
         self._n_episodes += held.n_episodes
         self._n_samples += held.n_samples
         self.counter = max(self.counter, held.id + 1)
-
-    def leave(self, n_episodes: int) -> None:
-        """Count episodes of no trajectory that came after the newest one."""
-        self._n_episodes += n_episodes
+        self.serial += 1
 
     def n_episodes(self, n: int) -> int:
         """Episodes since the beginning of the n-th newest trajectory."""
@@ -120,9 +126,9 @@ def _runs(table: EpisodeTable) -> tuple[Array, Array, Array]:
     """Episodes of one trajectory that follow each other: the first, how many, and whether that is all of it."""
     if not len(table):
         return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, bool)
-    number, stream = np.ma.filled(table["trajectory"], -1), table.stream_positions
+    serial, stream = np.ma.filled(table["serial"], -1), table.stream_positions
     is_new = np.ones(len(table), bool)
-    is_new[1:] = (number[1:] != number[:-1]) | (stream[1:] != stream[:-1])
+    is_new[1:] = (serial[1:] != serial[:-1]) | (stream[1:] != stream[:-1])
     start = np.flatnonzero(is_new)
     expected = np.ma.filled(table["trajectory_steps"] * table["trajectory_envs"], -1)[start]
     n_episodes = np.diff(np.append(start, len(table)))

@@ -18,6 +18,7 @@ from trajstore.compat.rlinf.directory import (
     METADATA,
     Directory,
     Entry,
+    local_path,
     replace_whole,
     share_of,
     write_index,
@@ -85,7 +86,7 @@ def merge(
     Returns:
         What was made, or would be.
     """
-    root = Path(source_path)
+    root, target_path = local_path(source_path), local_path(save_path)
     found = [(int(match[1]), path) for path in root.iterdir() if (match := _RANK.fullmatch(path.name))]
     if not found:
         raise FileNotFoundError(f"{root}: expected directories rank_0, rank_1, ..., found none")
@@ -95,7 +96,7 @@ def merge(
         key=lambda item: item[:2],
     )
     entries = tuple(entry for _, _, entry in by_id)
-    target = Target(Path(save_path), entries, ranks[0].metadata.get("seed"))
+    target = Target(target_path, entries, ranks[0].metadata.get("seed"))
     _carry_out([target], ranks, how, dry_run, progress)
     return [target]
 
@@ -126,7 +127,7 @@ def split(
     Returns:
         What was made, or would be.
     """
-    source, root = Directory(source_path), Path(save_path)
+    source, root = Directory(source_path), local_path(save_path)
     entries, seed = source.complete(), source.metadata.get("seed")
     if sum(option is not None for option in (count, parts, fractions)) != 1:
         raise ValueError("split: say one of count, parts and fractions")

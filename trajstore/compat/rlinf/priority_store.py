@@ -6,6 +6,7 @@ import bisect
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from trajstore.sizes import check_positive
@@ -33,11 +34,12 @@ class PriorityStore:
         return len(self._items)
 
     def add(self, priority: Priority, data: Any) -> bool:
-        """Keep an item; False where there is no room and nothing of a lower priority."""
+        """Keep an item; False where there is no room and all others are higher. Of equals the oldest goes first."""
         item = (float(priority[0]), float(priority[1])), next(self._numbers), data
         with self._lock:
             if len(self._items) >= self.maxsize:
-                if item[0] <= self._items[0][0]:
+                if item[0] < self._items[0][0]:
+                    self._n_discarded_unused += 1
                     return False
                 self._forget(1)
             bisect.insort(self._items, item, key=lambda kept: kept[:2])
@@ -65,9 +67,16 @@ class PriorityStore:
         del self._items[:n]
 
     def get_metric(self) -> dict[str, Any]:
-        """What part of the items each oldest version has (``ratio``), and how many went without use."""
+        """What part of all steps each version made (``ratio``), and how many items went without use.
+
+        Items without ``versions`` count as one step of their oldest version.
+        """
         with self._lock:
-            counts = Counter(int(priority[0]) for priority, _, _ in self._items)
-            n = len(self._items)
-            versions = {version: {"ratio": count / n} for version, count in sorted(counts.items())}
-            return {**versions, "discarded_unused": self._n_discarded_unused}  # type: ignore[dict-item]
+            counts: Counter[int] = Counter()
+            for priority, _, data in self._items:
+                versions = data.get("versions") if isinstance(data, Mapping) else getattr(data, "versions", None)
+                made = [priority[0]] if versions is None else versions.reshape(-1).tolist()
+                counts.update(int(version) for version in made)
+            total = counts.total()
+            ratios: dict[Any, Any] = {version: {"ratio": n / total} for version, n in sorted(counts.items())}
+            return {**ratios, "discarded_unused": self._n_discarded_unused}

@@ -27,7 +27,8 @@ _SIDES = {**dict.fromkeys(FLAGS, (_BEFORE, "flag_epochs")), VALUES: (_AFTER, "va
 _AT_ONCE = 1 << 24  # bytes compared in one go
 
 COLUMNS = {  # of episodes: what they know of their trajectory
-    "trajectory": int,
+    "trajectory": int,  # its number, which may come again after `clear`
+    "serial": int,  # never comes again
     "trajectory_steps": int,
     "trajectory_envs": int,
     "flag_epochs": int,
@@ -64,11 +65,13 @@ class Rows:
         return Schema(nest(fields), episode=COLUMNS, reward="rewards" if "rewards" in fields else None)
 
     def blocks(self, n: int) -> Iterator[Rows]:
-        """The same, ``n`` steps at a time."""
+        """The same, ``n`` steps at a time; episodes end with their block, so that none is open after it."""
         for start in range(0, len(self.ends), n):
             part = slice(start, start + n)
             steps, final = ({path: leaf[part] for path, leaf in flat.items()} for flat in (self.steps, self.final))
-            yield Rows(steps, final, self.ends[part], self.is_terminal[part], self.metadata)
+            ends = self.ends[part].clone()
+            ends[-1] = True
+            yield Rows(steps, final, ends, self.is_terminal[part], self.metadata)
 
 
 def to_rows(trajectory: Trajectory) -> Rows:
