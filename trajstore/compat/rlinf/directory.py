@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trajstore.compat.files import replace_text, replace_whole
 from trajstore.compat.rlinf.trajectory import Trajectory, get_model_weights_id
 from trajstore.errors import DataError, FormatError
 
@@ -201,22 +202,6 @@ def write_index(path: Path, metadata: Mapping[str, Any], index: Mapping[int, Inf
     entries = {str(number): info for number, info in index.items()}
     replace_text(path / INDEX, json.dumps({"trajectory_index": entries, "trajectory_id_list": list(index)}))
     replace_text(path / METADATA, json.dumps(dict(metadata)))
-
-
-def replace_text(path: Path, text: str) -> None:
-    replace_whole(path, lambda temporary: temporary.write_text(text))
-
-
-def replace_whole(path: Path, write: Any) -> None:
-    """Put a file under its name once all of it is on disk."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from trajstore.compat.files import replace_whole
 from trajstore.compat.rlinf.directory import (
     INDEX,
     LEGACY_INDEX,
@@ -19,7 +20,6 @@ from trajstore.compat.rlinf.directory import (
     Directory,
     Entry,
     local_path,
-    replace_whole,
     share_of,
     write_index,
 )
