@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from trajstore import DataError, NotReadyError, StoreNotFoundError
+from trajstore import ClosedError, DataError, NotReadyError, StoreNotFoundError, TrajstoreError
 from trajstore.compat import objectrl
 from trajstore.compat.objectrl import ReplayBuffer
 
@@ -288,3 +288,135 @@ def test_a_buffer_in_memory_gives_its_memory_back_when_it_is_reset_or_closed() -
     buffer.add_batch(TensorDict({"x": torch.arange(100)}, [100]))
     buffer.close()
     assert len(memory.store) == before
+
+
+def x(n: int, first: int = 0) -> TensorDict:
+    return TensorDict({"x": torch.arange(first, first + n)}, [n])
+
+
+def test_batches_larger_than_the_buffer_for_appending_are_taken_saved_loaded_and_resized(tmp_path: Path) -> None:
+    data = TensorDict({"image": torch.arange(600)[:, None].expand(600, 1000).to(torch.int32)}, [600])
+    buffer = ReplayBuffer(CPU, CPU, 500, buffer_bytes="400KB", cache_bytes="8MB")
+    buffer.add_batch(data)
+    buffer.save(tmp_path / "saved")
+    other = ReplayBuffer(CPU, CPU, 7, buffer_bytes="400KB", cache_bytes="8MB")
+    other.load(tmp_path / "saved")
+    other.resize(300)
+    for made, first in ((buffer, 100), (other, 300)):
+        assert made.sample_all()["image"][:, 0].tolist() == list(range(first, 600))
+        made.close()
+
+
+def test_sessions_at_one_url_do_not_mix(tmp_path: Path) -> None:
+    for first in (0, 50, 90):
+        buffer = ReplayBuffer(CPU, CPU, 100, url=tmp_path)
+        assert len(buffer) == 0
+        buffer.add_batch(x(10, first))
+        assert set(buffer.sample_batch(200)["x"].tolist()) == set(range(first, first + 10))
+        buffer.reset()
+        buffer.add_batch(x(5, first + 20))
+        assert set(buffer.sample_batch(200)["x"].tolist()) == set(range(first + 20, first + 25))
+        buffer.close()
+
+
+def test_an_epoch_goes_on_while_transitions_are_added_and_ends_when_all_is_forgotten(made: Any) -> None:
+    buffer = made(100)
+    buffer.add_batch(x(100))
+    batches = buffer.create_epoch_iterator(10)
+    assert next(batches)["x"].tolist() == list(range(10))
+    buffer.add_batch(x(55, 100))
+    assert next(batches)["x"].tolist() == list(range(110, 120))
+    assert [batch["x"].tolist()[0] for batch in batches] == [120, 130, 140, 150, 60, 70, 80, 90]
+    kept = buffer.create_epoch_iterator(10)
+    next(kept)
+    buffer.reset()
+    buffer.add_batch(x(100))
+    assert list(kept) == []
+
+
+def test_a_closed_buffer_says_so(made: Any, tmp_path: Path) -> None:
+    buffer = made(10)
+    buffer.add_batch(x(5))
+    buffer.close()
+    buffer.close()
+    for call in (
+        lambda: buffer.add(x(1)[0]),
+        lambda: buffer.add_batch(x(2)),
+        lambda: buffer.sample_batch(2),
+        lambda: buffer.sample_all(),
+        lambda: buffer.sample_by_index([0]),
+        lambda: buffer.save(tmp_path / "saved"),
+        lambda: buffer.load(tmp_path / "saved"),
+        lambda: buffer.reset(),
+        lambda: buffer.create_epoch_iterator(2),
+    ):
+        with pytest.raises(ClosedError, match="the buffer is closed"):
+            call()
+
+
+def test_a_nested_field_may_be_called_index(made: Any) -> None:
+    buffer = made(10)
+    given = TensorDict({"o": TensorDict({"index": torch.arange(3)}, [3]), "index": torch.arange(3)}, [3])
+    buffer.add_batch(given)
+    buffer.add(given[0])
+    assert buffer.sample_all()["o", "index"].tolist() == [0, 1, 2, 0]
+    assert buffer.sample_by_index_fields([1], [("o", "index")]).tolist() == [1]
+
+
+def test_odd_batches_and_indices_are_refused_by_name(made: Any) -> None:
+    buffer = made(10)
+    with pytest.raises(DataError, match="expected transitions with some fields, got none"):
+        buffer.add_batch(TensorDict({}, [3]))
+    buffer.add_batch(TensorDict({"e": TensorDict({}, [3]), "x": torch.arange(3)}, [3]))
+    assert len(buffer.sample_by_index([])) == 0
+    for bad in (torch.tensor(3), [[0, 1]], [True, False], [1.7]):
+        with pytest.raises(TypeError, match=r"indices: expected some integers \[n\]"):
+            buffer.sample_by_index(bad)
+
+
+def test_a_load_that_fails_while_reading_changes_nothing(made: Any, tmp_path: Path) -> None:
+    buffer = made(20)
+    buffer.add_batch(x(20))
+    buffer.save(tmp_path / "saved")
+    (store,) = tmp_path.glob("*.trajstore")
+    chunk = next(store.rglob("c*.0"), None) or next(path for path in store.rglob("c.*") if path.is_file())
+    chunk.write_bytes(chunk.read_bytes()[:-1] + b"?")
+    other = made(7)
+    other.add_batch(x(7, 50))
+    with pytest.raises(TrajstoreError):
+        other.load(tmp_path / "saved")
+    assert (len(other), other.buffer_size, other.sample_all()["x"].tolist()) == (7, 7, list(range(50, 57)))
+
+
+def test_all_dtypes_come_back_from_a_save(made: Any, tmp_path: Path) -> None:
+    buffer = made(4)
+    dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool)
+    buffer.add_batch(TensorDict({str(dtype)[6:]: torch.tensor([0, 1, 1]).to(dtype) for dtype in dtypes}, [3]))
+    before = buffer.sample_all()
+    buffer.save(tmp_path / "saved")
+    buffer.load(tmp_path / "saved")
+    after = buffer.sample_all()
+    for dtype in dtypes:
+        assert after[str(dtype)[6:]].dtype is dtype
+    assert (before == after).all()
+    buffer.add(before.exclude("index")[0])
+
+
+def test_saves_that_fail_leave_nothing_behind(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = made(4)
+    buffer.add_batch(x(4))
+    buffer.save(tmp_path / "saved")
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def failing(*_: Any) -> None:
+        raise OSError("no space left")
+
+    for place in ("trajstore.compat.files.os.replace", "trajstore.compat.objectrl.create"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, failing)
+            with pytest.raises(OSError, match="no space left"):
+                buffer.save(tmp_path / "saved")
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+    (tmp_path / "saved-0123456789ab.trajstore").mkdir()  # of a save that was killed
+    buffer.save(tmp_path / "saved")
+    assert len(list(tmp_path.iterdir())) == 2
