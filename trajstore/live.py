@@ -164,7 +164,7 @@ class LiveEpisodes:
         if copy and isinstance(kept, slice):
             values = {path: column.copy() for path, column in values.items()}
         episode, env = staging.episode[kept].copy(), staging.env[kept].copy()
-        ends = staging.ends()[self._n_ends :] if staging.n_ends > self._n_ends else _NO_ENDS
+        ends = staging.ends(self._n_ends) if staging.n_ends > self._n_ends else _NO_ENDS
         return _Block(episode, env, ends, values)
 
     # ---- called by the reader

@@ -16,6 +16,7 @@ from trajstore.schema import Array, Schema
 from trajstore.spans import End, EpisodeValues, float_columns, int_columns
 from trajstore.stream import Batch, Rows
 
+_FIRST_ENDS = 64
 ROW_OVERHEAD_BYTES = 48  # episode, env and dropped of each row, and what placing it takes for a moment
 
 
@@ -27,7 +28,6 @@ class EndEvent:
     end: End
     has_final: bool
     values: EpisodeValues
-    at: int = 0  # when it came, counted in calls
 
 
 @dataclass(slots=True)
@@ -39,7 +39,6 @@ class _Ends:
     end: Array
     has_final: bool
     values: EpisodeValues  # of each of them
-    at: int
 
 
 class Staging:
@@ -65,6 +64,8 @@ class Staging:
         self._ends: dict[int, EndEvent] = {}
         self._many_ends: list[_Ends] = []
         self._n_calls = 0  # that ended episodes
+        self._end_rows = np.empty((_FIRST_ENDS, 5), np.int64)
+        self.n_ends = 0
 
     @property
     def room(self) -> int:
@@ -79,6 +80,7 @@ class Staging:
         self.any_dropped = False
         self._ends.clear()
         self._many_ends.clear()
+        self.n_ends = 0
 
     def reserve(self, n: int) -> slice:
         """Take the next ``n`` rows, for which there is room; says where they are."""
@@ -95,30 +97,29 @@ class Staging:
         self.episode[where], self.env[where] = episode, env
 
     def end(self, episode: int, event: EndEvent) -> None:
-        event.at = self._n_calls
-        self._n_calls += 1
         self._ends[episode] = event
         self.n_text += len(event.values.text)
+        self._note_ends(1, episode, event.env, event.end, event.has_final)
 
     def end_many(self, episode: Array, env: Array, end: Array, has_final: bool, values: EpisodeValues) -> None:
-        self._many_ends.append(_Ends(episode, env, end, has_final, values, self._n_calls))
-        self._n_calls += 1
+        self._many_ends.append(_Ends(episode, env, end, has_final, values))
         self.n_text += len(values.text) * len(episode)
+        self._note_ends(len(episode), episode, env, end, has_final)
 
-    @property
-    def n_ends(self) -> int:
-        return len(self._ends) + sum(len(many.episode) for many in self._many_ends)
+    def _note_ends(self, n: int, *facts: Any) -> None:
+        stop = self.n_ends + n
+        if stop > len(self._end_rows):
+            grown = np.empty((2 * stop, 5), np.int64)
+            grown[: self.n_ends] = self._end_rows[: self.n_ends]
+            self._end_rows = grown
+        for column, values in enumerate((self._n_calls, *facts)):
+            self._end_rows[self.n_ends : stop, column] = values
+        self._n_calls += 1
+        self.n_ends = stop
 
-    def ends(self) -> Array:
-        """Ends so far, in order of time, as rows of (call, episode, env, end, has_final)."""
-        single = [(e.at, episode, e.env, e.end, e.has_final) for episode, e in self._ends.items()]
-        blocks = [np.array(single, np.int64).reshape(-1, 5)]
-        for many in self._many_ends:
-            n = len(many.episode)
-            parts = np.full(n, many.at), many.episode, many.env, many.end, np.full(n, many.has_final)
-            blocks.append(np.stack([np.asarray(part, np.int64) for part in parts], 1))
-        ends = np.concatenate(blocks)
-        return ends[np.argsort(ends[:, 0], kind="stable")]
+    def ends(self, first: int = 0) -> Array:
+        """Ends in order of time, but for the first ones, as rows of (call, episode, env, end, has_final)."""
+        return self._end_rows[first : self.n_ends].copy()
 
     def drop(self, episode: int) -> int:
         """Forget the staged rows of an episode; returns how many."""

@@ -170,6 +170,7 @@ class TrajectoryReplayBuffer:
             rows = self._checked(given)
             for item in rows:
                 self._add(self._ledger.counter, item)
+            self._leave_window()
 
     def add_numbered(self, number: int, trajectory: Any) -> None:
         """Add a trajectory under a number of its own, as when it comes from elsewhere.
@@ -183,6 +184,7 @@ class TrajectoryReplayBuffer:
             if number < self._ledger.counter and number in self._ledger.ids:
                 raise DataError(f"trajectory {number}: there is one of that number")
             self._add(number, self._checked([given])[0])
+            self._leave_window()
 
     def _checked(self, trajectories: Sequence[Trajectory]) -> list[Rows]:
         """Trajectories as rows, all of one schema."""
@@ -223,8 +225,12 @@ class TrajectoryReplayBuffer:
             raise
         first, last = min(episodes), max(episodes)
         self._ledger.push(Held(number, memory.stream, first, last - first + 1, n_steps * n_envs))
-        if not self.auto_save and self.sample_window_size and len(self._ledger) > self.sample_window_size:
-            memory.evict(self._ledger.drop(len(self._ledger) - self.sample_window_size))
+
+    def _leave_window(self) -> None:
+        """Without `auto_save`, forget what left the window."""
+        n = len(self._ledger) - self.sample_window_size
+        if not self.auto_save and self.sample_window_size and n > 0:
+            self.memory.evict(self._ledger.drop(n))
 
     # ---- sampling
 
@@ -367,6 +373,8 @@ class TrajectoryReplayBuffer:
                 else StoredTrajectories.open(load_path, self._options.get("storage_options"))
             )
             chosen = share_of(source.numbers, rank, ranks)
+            if not self.auto_save and self.sample_window_size:
+                chosen = chosen[-self.sample_window_size :]  # the others would leave at once
             self._check_can_take(source, chosen)
             self.clear()
             for number in chosen:
