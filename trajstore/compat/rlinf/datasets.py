@@ -78,28 +78,13 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
     """The same, with batches made ahead by a thread. What goes wrong there is raised to whoever asks for a batch.
 
     Args:
-        replay_buffer: As for `ReplayBufferDataset`.
-        demo_buffer: The same.
-        batch_size: The same.
-        min_replay_buffer_size: The same.
-        min_demo_buffer_size: The same.
+        given: As for `ReplayBufferDataset`.
         prefetch_size: How many batches.
-        other: Accepted, and without a meaning.
+        named: As for `ReplayBufferDataset`.
     """
 
-    def __init__(
-        self,
-        replay_buffer: TrajectoryReplayBuffer,
-        demo_buffer: TrajectoryReplayBuffer | None,
-        batch_size: int,
-        min_replay_buffer_size: int,
-        min_demo_buffer_size: int,
-        prefetch_size: int = 5,
-        **other: Any,
-    ) -> None:
-        super().__init__(
-            replay_buffer, demo_buffer, batch_size, min_replay_buffer_size, min_demo_buffer_size, **other
-        )
+    def __init__(self, *given: Any, prefetch_size: int = 5, **named: Any) -> None:
+        super().__init__(*given, **named)
         check_positive("prefetch_size", prefetch_size)
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(prefetch_size)
         self._thread: threading.Thread | None = None
