@@ -1228,3 +1228,93 @@ def test_an_addition_that_fails_half_way_leaves_nothing(
         same(again.get_trajectory(number), one)
     assert set(numbers(again.sample(500))) == {1, 2}
     again.close()
+
+
+def test_names_of_any_characters_are_kept(tmp_path: Path) -> None:
+    names = ("observation/image", "observation/state", "a.b c", "plain", "x.2f.y")
+    inputs = {name: torch.full((6, 2, 1), float(i)) for i, name in enumerate(names)}
+    one = trajectory(forward_inputs={**inputs, "deep": {"a/b": inputs["plain"]}})
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([one])
+    found = buffer.sample(3)["forward_inputs"]
+    assert set(found) == {*names, "deep"}
+    assert [found[name][0].item() for name in names] == [0, 1, 2, 3, 4]
+    assert set(found["deep"]) == {"a/b"}
+    buffer.save_checkpoint(tmp_path)
+    buffer.load_checkpoint(tmp_path)
+    again = buffer.get_trajectory(0)
+    same(again, one)
+    assert again.forward_inputs.keys() == one.forward_inputs.keys()
+    batch = concat_batch(buffer.sample(2), buffer.sample(3))
+    assert len(batch["forward_inputs"]["observation/image"]) == 5
+    buffer.close()
+
+
+def test_the_action_that_is_learned_from_is_the_one_that_a_human_took() -> None:
+    builder = EmbodiedTrajectoryBuilder()
+    for t in range(2):
+        given = {"action": torch.full((2, 4), float(t)), "model_action": torch.full((2, 4), float(t))}
+        builder.append_step_result({"actions": torch.full((2, 4), float(t)), "forward_inputs": given})
+    builder.update_last_actions(torch.full((2, 4), -9.0), torch.tensor([True, False]))
+    one = builder.to_trajectory()
+    assert one.actions is not None
+    assert torch.equal(one.forward_inputs["action"], one.actions)
+    assert one.actions[1].tolist() == [[-9.0] * 4, [1.0] * 4]
+    assert "model_action" not in one.forward_inputs
+
+
+def test_a_listed_trajectory_is_not_replaced_by_another_file_of_its_number(tmp_path: Path) -> None:
+    rlinf_directory(tmp_path / "d", {n: trajectory(n) for n in range(2)})
+    path = tmp_path / "d" / f"trajectory_1_{NO_VERSIONS}.pt"
+    path.rename(path.with_name("trajectory_1_other.pt"))
+    assert Directory(tmp_path / "d").missing == [1]
+    path.with_name("trajectory_1_other.pt").rename(path.with_name(f"trajectory_1_{NO_VERSIONS}_7.pt"))
+    assert Directory(tmp_path / "d").missing == []
+
+
+def test_what_a_save_that_was_killed_has_left_goes_with_the_next(tmp_path: Path) -> None:
+    for name in (
+        "trajectory_0_x-0123abcd.pt",
+        ".trajectory_0_x.pt.0123abcd",
+        ".metadata.json.0123abcd",
+        "notes.txt",
+    ):
+        (tmp_path / name).write_text("left")
+    saved_at(tmp_path, 0)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"trajectory_{n}_{NO_VERSIONS}.pt" for n in range(3)} | {
+        "metadata.json", "trajectory_index.json", "notes.txt",
+    }  # fmt: skip
+
+
+def test_an_id_of_weights_that_no_file_could_have_is_refused_at_once() -> None:
+    buffer = TrajectoryReplayBuffer()
+    with pytest.raises(DataError, match="trajectory 0, model_weights_id: expected letters"):
+        buffer.add_trajectories([trajectory(model_weights_id="a/b")])
+    buffer.close()
+
+
+def test_a_store_that_is_opened_again_draws_anew(saved: dict[str, Any]) -> None:
+    drawn = []
+    for number in range(3):
+        buffer = TrajectoryReplayBuffer(7, sample_window_size=1, **saved)
+        buffer.add_trajectories([trajectory(number, n_steps=90)])
+        drawn.append(buffer.sample(60)["rewards"] % 10_000)
+        buffer.close()
+    assert not any(torch.equal(drawn[i], drawn[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+def test_demonstrations_that_were_loaded_go_on_where_they_were(tmp_path: Path) -> None:
+    demos, replay = full(50), full(0)
+    ReplayBufferDataset(replay, demos, 40, 1, 1)
+    first = demos.sample(20)["rewards"]
+    demos.save_checkpoint(tmp_path)
+    expected = demos.sample(20)["rewards"]
+    again = TrajectoryReplayBuffer()
+    again.load_checkpoint(tmp_path)
+    ReplayBufferDataset(replay, again, 40, 1, 1)
+    found = again.sample(20)["rewards"]
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, first)
+    for buffer in (demos, again, replay):
+        buffer.close()

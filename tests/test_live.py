@@ -226,7 +226,7 @@ def test_what_was_committed_before_anybody_looked_is_read_from_the_stream() -> N
     writer.close()
 
 
-def test_steps_wait_for_a_commit_when_live_rows_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_made_when_live_rows_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trajstore.live.LiveEpisodes.set_rows", lambda self, n: _few(self))
     store = new_store()
     writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
@@ -236,8 +236,9 @@ def test_steps_wait_for_a_commit_when_live_rows_run_out(monkeypatch: pytest.Monk
     model.check(reader)
     for _ in range(200):
         model.append(0)
-    assert reader.n_windows(Windows()) == 100  # three more pages, and only two are left
-    writer.commit()
+    assert writer.committed_rows == 0
+    assert reader.n_windows(Windows()) == 300  # three more pages, and only two were left
+    assert writer.committed_rows == 300
     model.check(reader)
     for _ in range(100):
         model.append(0)

@@ -111,6 +111,18 @@ def test_a_step_that_was_just_appended_can_be_given_a_priority_and_a_column(memo
             assert buffer.write_column("advantage", index, torch.tensor([t + 1.0])) == 0
 
 
+def test_many_short_episodes_can_be_sampled_at_once_whether_there_was_room_for_them_or_not(memory: str) -> None:
+    with ReplayBuffer(memory, commit_seconds=None, buffer_bytes="4MB", cache_bytes="64MB") as buffer:
+        for number in range(40):
+            handles = buffer.extend({"x": np.full((10, 40), number, np.float32)}, truncated=np.ones((10, 40), bool))
+            if number % 7 == 0:
+                last = torch.tensor([[0, int(handles.episode[-1, -1]), 0]])
+                assert buffer.at(last, Windows())["x"].item() == number
+        assert buffer.n_steps == 40 * 400
+        seen = buffer.sample(4000)["x"].reshape(-1)
+        assert set(seen.tolist()) == set(range(40))
+
+
 def test_what_is_appended_can_be_sampled_at_once_and_is_stored_behind(memory: str) -> None:
     with new_buffer(memory) as buffer:
         handle = buffer.append(step(0, 0), env=0)
@@ -994,6 +1006,10 @@ def test_threads_append_sample_iterate_and_checkpoint_without_torn_rows(url: str
     for thread in threads:
         thread.start()
     time.sleep(3)
+    for _ in range(300):
+        if failures or buffer.stats()["writer"]["steps"] > 4000:
+            break
+        time.sleep(0.1)
     is_over.set()
     for thread in threads:
         thread.join(60)

@@ -139,8 +139,12 @@ class Assembler:
         """Changes when steps that could be drawn before can't any more."""
         return self.index.n_evictions + (self._live.n_aborted if self._live is not None else 0)
 
-    def publish(self) -> None:
-        """Show what the writer that is followed has appended since; costs what is new and what is open."""
+    def publish(self, *, may_commit: bool = True) -> None:
+        """Show what the writer that is followed has appended since; costs what is new and what is open.
+
+        Where very many short episodes came since the last commit there is no room for them before the next one,
+        which is then made first; ``may_commit=False`` leaves them out instead.
+        """
         if self._live is None or self._writer is None:
             return
         if self._is_torn:
@@ -156,13 +160,21 @@ class Assembler:
                 for change in changes:
                     self._apply(change)
             self._is_torn = False
+            needs_commit = may_commit and self._live.is_full and self._live.is_behind(staging)
+        self._show_live()
+        if self.published is not None:
+            self.published()
+        if needs_commit:
+            self._writer.commit()
+            self.publish(may_commit=False)
+
+    def _show_live(self) -> None:
+        assert self._live is not None
         lengths = self._live.lengths()
         if lengths is not None:
             self.index.set_lengths(lengths)
         elif (episodes := self._live.episodes()) is not None:
             self.index.set_live(*episodes)
-        if self.published is not None:
-            self.published()
 
     def is_behind(self, staging: Staging | None) -> bool:
         """Whether some of what was appended is not shown yet: it will be once a commit has made room."""

@@ -199,6 +199,11 @@ class LiveEpisodes:
                 self._cut_back()
         return [change for change in taken if change is not _FULL]
 
+    @property
+    def is_full(self) -> bool:
+        """Whether there were too few live rows when something was to be taken up, and there are no more since."""
+        return self._n_stuck == self._n_free
+
     def is_behind(self, staging: Staging | None) -> bool:
         """Whether something appended was not looked at, because there is no live row for it until a commit."""
         with self._lock:
@@ -208,7 +213,7 @@ class LiveEpisodes:
     def _take_staging(self, staging: Staging, taken: list[Change]) -> None:
         if staging.n == self._n_taken and staging.n_ends == self._n_ends:
             return
-        if self._n_stuck == self._n_free:
+        if self.is_full:
             return  # there was no room, and there is no more since
         if staging.n_ends == self._n_ends and not staging.any_dropped:
             enter = self._enter_one if staging.n == self._n_taken + 1 else self._enter_each

@@ -426,7 +426,7 @@ class ReplayBuffer:
         if self._source.lock.acquire(blocking=False):
             try:
                 self._n_unpublished = 0
-                self._source.publish()
+                self._source.publish(may_commit=False)
             finally:
                 self._source.lock.release()
 
@@ -908,7 +908,7 @@ class ReplayBuffer:
     def _try_cut(self, name: str, keep_last: int | None) -> Taken | None:
         """The same; None if some of what was appended can't be shown before it is committed."""
         with self._source.lock, self._writer.staged(blocking=True) as staging:
-            self._source.publish()
+            self._source.publish(may_commit=False)
             if self._source.is_behind(staging):
                 return None
             wanted = first_rows(self._source)

@@ -44,7 +44,7 @@ Indices = Sequence[int] | torch.Tensor | range
 
 
 class ReplayBuffer:
-    """A ring of so many transitions, sampled uniformly with replacement.
+    """A ring of so many transitions, sampled uniformly with replacement; for one thread.
 
     As documented by ObjectRL, but for what was broken there: `sample_by_index_fields` works, `sample_all` is in
     order of time, `get_next_batch` falls back to random batches on a fresh buffer, `reset` forgets iterators,
@@ -77,7 +77,8 @@ class ReplayBuffer:
         self.buffer_size = buffer_size
         self._is_private = url is None
         self._url = private_url("objectrl") if url is None else os.fspath(url)
-        self._seed, self._options = seed, {"commit_seconds": None, **options}
+        grace = {"grace_s": 0.0} if url is None else {}  # nobody else reads what is in RAM
+        self._seed, self._options = seed, {"commit_seconds": None, **grace, **options}
         self._n_resets = self._n_added = self._first_place = 0
         self._iterator: Iterator[Any] | None = None
         self._buffer: Buffer | None = None

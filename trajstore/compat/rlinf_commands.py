@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 from trajstore.commands import FINE, Argument, AsJson, Facts, Option, Url, UsageError, progress_bar, show, usage
-from trajstore.schema import flatten
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,12 +35,13 @@ def sample(
 ) -> int:
     """Load trajectories, sample once, and show keys, shapes and dtypes of the batch."""
     from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
+    from trajstore.compat.rlinf.names import flat
 
     with usage(FileNotFoundError):
         buffer = TrajectoryReplayBuffer(sample_window_size=sample_window_size)
         try:
             buffer.load_checkpoint(load_path, trusted=trusted)
-            batch = flatten(buffer.sample(num_chunks))
+            batch = flat(buffer.sample(num_chunks))
             facts = {**buffer.get_stats(), "batch": {path: _described(leaf) for path, leaf in batch.items()}}
         finally:
             buffer.close()

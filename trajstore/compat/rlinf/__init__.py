@@ -14,9 +14,12 @@ from trajstore.compat.rlinf.priority_store import PriorityStore
 from trajstore.compat.rlinf.trajectory import Trajectory, convert_trajectories_to_batch, get_model_weights_id
 from trajstore.compat.rlinf.transfer import export_directory, import_directory
 
+EmbodiedRolloutResult = EmbodiedTrajectoryBuilder  # as RLinf 0.3 calls it
+
 __all__ = [
     "ChunkStepResult",
     "Directory",
+    "EmbodiedRolloutResult",
     "EmbodiedTrajectoryBuilder",
     "PreloadReplayBufferDataset",
     "PriorityStore",

@@ -12,7 +12,13 @@ from typing import Any
 import torch
 
 from trajstore.compat.private import forget, private_url
-from trajstore.compat.rlinf.directory import Directory, DirectoryWriter, is_directory_of_rlinf, share_of
+from trajstore.compat.rlinf.directory import (
+    Directory,
+    DirectoryWriter,
+    check_weights_id,
+    is_directory_of_rlinf,
+    share_of,
+)
 from trajstore.compat.rlinf.ledger import Held, Ledger, is_leftover
 from trajstore.compat.rlinf.rows import Rows, sampling, to_batch, to_rows
 from trajstore.compat.rlinf.stored import StoredTrajectories, ledger_of
@@ -93,6 +99,7 @@ class TrajectoryReplayBuffer:
         self._ledger = Ledger()
         self._memory: Buffer | None = None
         self._is_closed = self._is_apart = False
+        self._n_sessions = 0  # that wrote the store before
         self._draws_before: dict[str, int] = {}
         if self.auto_save:
             self._reopen()
@@ -105,11 +112,12 @@ class TrajectoryReplayBuffer:
                 "with another auto_save_path"
             )
         try:
-            store = open_store(self._url, storage_options=self._options.get("storage_options"))
+            store = open_store(self._url, storage_options=self._own_options)
         except StoreNotFoundError:
             return
         if store.schema is not None:
             self._ledger = ledger_of(store)
+            self._n_sessions = len(store.streams)
             memory = self._open(store.schema)
             if is_leftover(store.episodes).any():
                 memory.evict(where=is_leftover)
@@ -131,12 +139,18 @@ class TrajectoryReplayBuffer:
 
     def _own_seed(self, rank: int, ranks: int) -> int:
         seed = rank_seed(self.seed, rank, ranks)
+        seed = rank_seed(seed, self._n_sessions, 1 + self._n_sessions)  # what was drawn before comes not again
         return rank_seed(seed, 1, 2) if self._is_apart else seed
 
     def draw_apart(self) -> None:
         """Draw other numbers than a buffer of the same seed does; said before the first batch."""
         with self._lock:
-            self._is_apart, self._draws_before = True, {}
+            if self._is_apart:
+                return
+            self._is_apart = True
+            if self._draws().get("seed") == self._own_seed(*_rank()):  # of a checkpoint that drew apart before
+                return
+            self._draws_before = {}
             if self._memory is not None:
                 self._go_on({"seed": self._own_seed(*_rank()), "counter": 0})
 
@@ -196,6 +210,7 @@ class TrajectoryReplayBuffer:
             schema = schema or own
             if differences := schema.differences(own):
                 raise DataError(f"trajectory {number} does not fit those before: {'; '.join(differences)}")
+            check_weights_id(item.metadata["model_weights_id"], f"trajectory {number}")
             if not item.metadata["model_weights_id"]:
                 item.metadata["model_weights_id"] = get_model_weights_id(trajectories[number].versions)
         return rows
@@ -322,7 +337,12 @@ class TrajectoryReplayBuffer:
         with self._lock:
             if self.trajectory_format == "zarr":
                 self.memory.flush()
-                copy(self._url, save_path, storage_options=self._options.get("storage_options"))
+                copy(
+                    self._url,
+                    save_path,
+                    storage_options=self._own_options,
+                    target_options=self._options_of(save_path),
+                )
                 return
             writer = DirectoryWriter(save_path, {"seed": self.seed, _STATE: self._draws()})
             held = {item.id: item for item in self._ledger}
@@ -370,7 +390,7 @@ class TrajectoryReplayBuffer:
             source = (
                 _Directory(load_path, trusted)
                 if is_directory_of_rlinf(load_path)
-                else StoredTrajectories.open(load_path, self._options.get("storage_options"))
+                else StoredTrajectories.open(load_path, self._options_of(load_path))
             )
             chosen = share_of(source.numbers, rank, ranks)
             if not self.auto_save and self.sample_window_size:
@@ -382,8 +402,16 @@ class TrajectoryReplayBuffer:
             if self._memory is not None:  # ranks go on with draws of their own
                 self._go_on({"seed": self._own_seed(rank, ranks), "counter": 0} if ranks > 1 else source.draws)
 
+    @property
+    def _own_options(self) -> Any:
+        return self._options.get("storage_options")
+
+    def _options_of(self, path: Path) -> Any:
+        """The storage options, for another place of the same storage."""
+        return self._own_options if _scheme(os.fspath(path)) == _scheme(self._url) else None
+
     def _is_own(self, path: Path) -> bool:
-        own, other = self._url.rstrip("/"), os.fspath(path).rstrip("/")
+        own, other = (text.removeprefix("file://").rstrip("/") for text in (self._url, os.fspath(path)))
         return own == other or ("://" not in own + other and os.path.realpath(own) == os.path.realpath(other))
 
     def _check_can_take(self, source: _Directory | StoredTrajectories, chosen: Sequence[int]) -> None:
@@ -475,6 +503,10 @@ def _of_old_names(options: dict[str, Any]) -> dict[str, Any]:
     if "auto_save_path" in found:
         found.setdefault("auto_save", True)
     return found
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0] if "://" in url else "file"
 
 
 def _checked_format(name: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore.compat.rlinf.names import flat, nested
 from trajstore.compat.rlinf.trajectory import FIELDS, Tensors, Trajectory, get_model_weights_id
 from trajstore.errors import DataError
-from trajstore.schema import flatten, nest
 
 _GIVEN = tuple(name for name in FIELDS if name != "intervene_flags")
 
@@ -44,6 +44,7 @@ class EmbodiedTrajectoryBuilder:
         self.max_episode_length, self.model_weights_id = max_episode_length, model_weights_id
         self._rows: dict[str, list[torch.Tensor]] = {}
         self._left_out: set[str] = set()
+        self._is_amended = False
 
     def append_step_result(self, result: Any) -> None:
         """Take in a `ChunkStepResult`, or anything with such fields. Its tensors are copied."""
@@ -64,7 +65,7 @@ class EmbodiedTrajectoryBuilder:
         self._append_group("next_obs", next_obs)
 
     def _append_group(self, group: str, given: Mapping[str, Any]) -> None:
-        for path, value in flatten({group: given}).items():
+        for path, value in flat({group: given}).items():
             if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.dtype.kind in "biuf"):
                 self._append(path, _row(path, value))
             elif value is not None and path not in self._left_out:
@@ -88,13 +89,22 @@ class EmbodiedTrajectoryBuilder:
         if "actions" in self._rows:
             self._rows["intervene_flags"][-1] = self._expanded(intervene_flags)
 
+    mark_last_step_with_flags = mark_last_step_with_intervene_flags  # as RLinf 0.3 calls it
+
     def update_last_actions(self, intervene_actions: torch.Tensor, intervene_flags: torch.Tensor) -> None:
-        """Put a human's action in place of the last one where the flags are set, which are marked too."""
+        """Put a human's action in place of the last one where the flags are set, which are marked too.
+
+        ``forward_inputs["action"]``, where there is one, becomes the same action; ``"model_action"``, which would
+        tell otherwise, is left out of the trajectory.
+        """
         if "actions" not in self._rows:
             return
         last, flags = self._rows["actions"][-1], self._expanded(intervene_flags)
         actions = intervene_actions.detach().cpu().reshape(last.shape).to(last.dtype)
-        self._rows["actions"][-1] = torch.where(flags, actions, last)
+        self._rows["actions"][-1] = merged = torch.where(flags, actions, last)
+        if inputs := self._rows.get("forward_inputs/action"):
+            inputs[-1] = merged.reshape(inputs[-1].shape).to(inputs[-1].dtype)
+        self._is_amended = True
         self.mark_last_step_with_intervene_flags(intervene_flags)
 
     def _expanded(self, flags: torch.Tensor) -> torch.Tensor:
@@ -112,6 +122,7 @@ class EmbodiedTrajectoryBuilder:
     def clear(self) -> None:
         """Begin anew."""
         self._rows.clear()
+        self._is_amended = False
 
     def to_trajectory(self) -> Trajectory:
         """All steps so far.
@@ -121,7 +132,8 @@ class EmbodiedTrajectoryBuilder:
         """
         if not self._rows:
             raise DataError("trajectory: expected steps, got none")
-        found = nest({path: torch.stack(rows) for path, rows in self._rows.items()})
+        left_out = {"forward_inputs/model_action"} if self._is_amended else set()
+        found = nested({path: torch.stack(rows) for path, rows in self._rows.items() if path not in left_out})
         weights = self.model_weights_id or get_model_weights_id(found.get("versions"))
         return Trajectory(max_episode_length=self.max_episode_length, model_weights_id=weights, **found)
 
@@ -132,9 +144,9 @@ class EmbodiedTrajectoryBuilder:
         size = -(-n_envs // split_size)
         return split(whole, [min(size, n_envs - start) for start in range(0, n_envs, size)])
 
-    def to_splited_trajectories_by_sizes(self, sizes: Sequence[int]) -> list[Trajectory]:
+    def to_splited_trajectories_by_sizes(self, split_sizes: Sequence[int]) -> list[Trajectory]:
         """The same for groups of so many environments each."""
-        return split(self.to_trajectory(), sizes)
+        return split(self.to_trajectory(), split_sizes)
 
 
 def split(trajectory: Trajectory, sizes: Sequence[int]) -> list[Trajectory]:

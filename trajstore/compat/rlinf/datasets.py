@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
+from trajstore.compat.rlinf.names import flat, nested
 from trajstore.errors import DataError
-from trajstore.schema import flatten, nest
 from trajstore.sizes import check_positive
 
 Batch = dict[str, Any]
@@ -132,11 +132,11 @@ def concat_batch(first: Batch, second: Batch) -> Batch:
     Raises:
         DataError: They have not the same fields.
     """
-    mine, others = flatten(first), flatten(second)
+    mine, others = flat(first), flat(second)
     if odd := sorted(mine.keys() ^ others.keys()):
         where = "the first" if odd[0] in mine else "the second"
         raise DataError(f"batches: '{odd[0]}' is only in {where} of the two")
-    return nest({path: torch.cat([leaf, others[path]]) for path, leaf in mine.items()})
+    return nested({path: torch.cat([leaf, others[path]]) for path, leaf in mine.items()})
 
 
 def replay_buffer_collate_fn(batch: list[Batch]) -> Batch:

@@ -25,6 +25,7 @@ INDEX = "trajectory_index.json"
 LEGACY_INDEX = "trajector_index.json"  # as RLinf's merge tool spells it
 _KEY = "trajstore_key"
 _FILE = re.compile(r"trajectory_(\d+)_([A-Za-z0-9._-]*)\.(pt|pkl)")
+_TEMPORARY = re.compile(r"\.(trajectory_\d+_.*\.pt|metadata\.json|trajectory_index\.json)\.[0-9a-f]{8}")
 _WEIGHTS = re.compile(r"[A-Za-z0-9._-]*")
 
 Info = dict[str, Any]
@@ -77,7 +78,9 @@ class Directory:
     def _find(self, number: int, info: Info, files: Sequence[Path]) -> Path | None:
         """The file of a trajectory, which may have more in its name than the index knows."""
         stem = f"trajectory_{number}_{info.get('model_weights_id', '')}"
-        exact = [path for path in files if path.stem == stem] or files
+        exact = [path for path in files if path.stem == stem]
+        if not exact:
+            exact = [path for path in files if path.stem.startswith(f"{stem}_" if info else stem)]
         if len(exact) > 1:
             names = ", ".join(path.name for path in exact)
             raise FormatError(f"{self.path}: trajectory {number} could be any of {names}; remove the others")
@@ -168,7 +171,7 @@ class DirectoryWriter:
         return n_written
 
     def finish(self) -> None:
-        """Put the index, which makes all of it count; then remove the files that the one before listed."""
+        """Put the index, which makes all of it count; then remove files of trajectories that it does not list."""
         ids = sorted(self._index)
         about = {
             "trajectory_format": "pt",
@@ -178,8 +181,10 @@ class DirectoryWriter:
             **self._metadata,
         }
         write_index(self.path, about, {number: self._index[number] for number in ids})
-        for name in _names(self._before) - _names(self._index):
-            (self.path / name).unlink(missing_ok=True)
+        listed = _names(self._index)
+        for path in self.path.iterdir():  # also what a run that was killed has left
+            if path.name not in listed and (_FILE.fullmatch(path.name) or _TEMPORARY.fullmatch(path.name)):
+                path.unlink(missing_ok=True)
 
 
 def info_of(number: int, trajectory: Trajectory) -> Info:
@@ -230,9 +235,14 @@ def share_of(items: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
     return items[start : start + size + (rank < more)]
 
 
+def check_weights_id(weights: object, what: str) -> None:
+    """Refuse what can't be part of a file's name."""
+    if not isinstance(weights, str) or not _WEIGHTS.fullmatch(weights):
+        raise DataError(f"{what}, model_weights_id: expected letters, digits, '.', '_', '-', got {weights!r:.80}")
+
+
 def _file_name(number: int, weights: str) -> str:
-    if not _WEIGHTS.fullmatch(weights):
-        raise DataError(f"model_weights_id: expected letters, digits, '.', '_' and '-', got {weights!r:.80}")
+    check_weights_id(weights, f"trajectory {number}")
     return f"trajectory_{number}_{weights}.pt"
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from trajstore.compat.rlinf.names import flat, nested, shown
 from trajstore.compat.rlinf.trajectory import FIELDS, FLAGS, GROUPS, VALUES, Epochs, Trajectory
 from trajstore.errors import DataError
-from trajstore.schema import Field, Schema, flatten, nest
+from trajstore.schema import Field, Schema, nest
 from trajstore.windows import Windows
 
 OBSERVATION = "obs"  # what curr_obs and next_obs have in common
@@ -121,7 +122,7 @@ def to_trajectory(rows: Mapping[str, torch.Tensor], env: torch.Tensor, about: Ma
         side, kind = _SIDES[path]
         layout = Epochs(about[kind], n_steps // max(about[kind], 1), path != VALUES)
         given[path] = layout.join(given[path], given[f"{side}/{path}"])
-    fields = nest({path: leaf for path, leaf in given.items() if path.split("/")[0] not in _INTERNAL})
+    fields = nested({path: leaf for path, leaf in given.items() if path.split("/")[0] not in _INTERNAL})
     return Trajectory.of({**fields, **{k: about[k] for k in ("max_episode_length", "model_weights_id")}})
 
 
@@ -139,14 +140,22 @@ def to_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     if OBSERVATION in batch:
         for group, shared in (("curr_obs", batch[OBSERVATION]), ("next_obs", batch["next"][OBSERVATION])):
             own = given.get(group)
-            given[group] = shared if own is None else nest({**flatten(shared), **flatten(own)})
-    return given
+            given[group] = shared if own is None else _joined(shared, own)
+    return shown(given)
+
+
+def _joined(mine: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dicts of both."""
+    joined = {**mine, **others}
+    for name in mine.keys() & others.keys():
+        joined[name] = _joined(mine[name], others[name])
+    return joined
 
 
 def rows_of(batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The rows of a batch of ``sampling(whole=True)`` by path, as `to_trajectory` takes them."""
     others = {name: batch[name] for name in (STEP, _BEFORE, _AFTER) if name in batch}
-    return flatten({**to_batch(batch), **others})
+    return flat({**to_batch(batch), **others})
 
 
 def _shared(trajectory: Trajectory) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from trajstore.compat.rlinf.names import flat, nested
 from trajstore.errors import DataError
-from trajstore.schema import flatten, nest
 
 Tensors = dict[str, Any]  # of tensors, nested
 
@@ -71,7 +71,7 @@ class Trajectory:
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
         """All tensors, by path."""
-        return flatten({n: v for n in (*FIELDS, *GROUPS) if (v := getattr(self, n)) is not None})
+        return flat({n: v for n in (*FIELDS, *GROUPS) if (v := getattr(self, n)) is not None})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class Trajectory:
 
     def map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Trajectory:
         """The same with every tensor changed, given its path."""
-        return replace(self, **nest({path: change(path, leaf) for path, leaf in self.leaves.items()}))
+        return replace(self, **nested({path: change(path, leaf) for path, leaf in self.leaves.items()}))
 
     def aligned(self) -> Trajectory:
         """The same with a row for every step in every field: flags as after the step, values as before it.
@@ -178,7 +178,7 @@ def convert_trajectories_to_batch(trajectories: Sequence[Any]) -> Tensors:
     for number, part in enumerate(parts):
         if odd := sorted(part.keys() ^ parts[0].keys()):
             raise DataError(f"trajectory {number}: '{odd[0]}' is in this one or in the first, not in both")
-    return nest({path: torch.cat([part[path] for part in parts], 1) for path in (parts[0] if parts else ())})
+    return nested({path: torch.cat([part[path] for part in parts], 1) for path in (parts[0] if parts else ())})
 
 
 def _tensors(value: Any, what: str) -> Any:
