@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trajstore
-from tests.faulty import Call, FaultyStorage, Plan, broken, real_storage, through
+from tests.faulty import Call, FailWhile, FaultyStorage, Plan, broken, no_space, real_storage, through
 from tests.rank_threads import all_well
 from trajstore import DataError, Hindsight, NotReadyError, StorageError, Windows
 from trajstore.compat.alf import BatchInfo, ReplayBuffer, StepType
@@ -166,7 +168,7 @@ def test_rows_are_rings_whatever_is_added(
         add_all(buffer, model, batches)
         check_rows(buffer, model)
         check_windows(buffer, model, length)
-        assert buffer.memory.n_steps <= 3 * max_length + 5
+        assert buffer.memory.n_steps <= 3 * max_length + 5 + 3  # those of the last batch
         buffer.close()
 
 
@@ -995,3 +997,368 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(made: Any) -> None:
     ):
         with pytest.raises(ValueError, match=next(iter(options))):
             made(1, **options)
+
+
+# ---- what an adversary found
+
+
+def pairs(info: BatchInfo) -> list[tuple[int, int]]:
+    return list(zip(info.env_ids.tolist(), info.positions.tolist(), strict=True))
+
+
+def resumed(tmp_path: Path, n_rows: int, max_length: int = 20, **options: Any) -> ReplayBuffer:
+    common = OPTIONS | {"fsync": False, "num_environments": n_rows, "max_length": max_length}
+    return ReplayBuffer.resume(tmp_path / "run", **(common | options))
+
+
+def test_any_number_of_short_episodes_can_be_drawn_at_once() -> None:
+    with ReplayBuffer(None, 64, 1000) as buffer:  # as it comes: nothing is committed for long
+        for t in range(300):
+            buffer.add_batch(experience(range(64), t, kind(t, 3)) | {"wide": torch.zeros(64, 100)})
+            if t % 5 == 4:
+                batch, info = buffer.get_batch(64, 2)
+                assert torch.equal(batch["action"], info.positions[:, None] + torch.arange(2))
+        batch, _ = buffer.gather_all()
+        assert torch.equal(batch["action"], torch.arange(300).expand(64, 300))
+
+
+def test_a_private_store_goes_with_its_with_block() -> None:
+    files = fsspec.filesystem("memory").store
+    before = len(files)
+    with ReplayBuffer(None, 1, 10, **OPTIONS) as buffer:
+        fill(buffer, 0, 3)
+        assert len(files) > before
+    assert len(files) == before
+
+
+def test_a_private_store_keeps_nothing_for_readers_that_it_can_not_have(made: Any, tmp_path: Path) -> None:
+    for url, grace_s in ((None, 0), (tmp_path / "run", 10.0)):
+        buffer = made(1, 10, url=url)
+        fill(buffer, 0, 1)
+        assert buffer.memory.options.grace_s == grace_s
+
+
+@pytest.mark.parametrize("prioritised", [False, True])
+def test_a_position_is_never_given_again_whatever_is_cleared_in_whatever_session(
+    tmp_path: Path, prioritised: bool
+) -> None:
+    options: dict[str, Any] = {"prioritized_sampling": prioritised}
+    given: list[set[int]] = [set(), set()]
+    cleared: list[list[int]] = [[0, 1], [0], [0], [1], []]
+    for session, rows in enumerate(cleared):
+        buffer = (
+            resumed(tmp_path, 2, **options)
+            if session
+            else ReplayBuffer(None, 2, 20, url=tmp_path / "run", fsync=False, **OPTIONS, **options)
+        )
+        with buffer:
+            for env in range(2):
+                new = range(int(buffer.get_current_position()[env]), int(buffer.get_current_position()[env]) + 5)
+                assert not given[env] & set(new)
+                given[env] |= set(new)
+                fill(buffer, env, 5)
+            batch, info = buffer.get_batch(10, 2)
+            assert torch.equal(batch["env_id"], info.env_ids[:, None].expand(10, 2))
+            if rows:
+                buffer.clear(rows)
+            buffer.save_checkpoint(f"s{session}", wait=True)
+
+
+def test_a_store_that_was_cleared_and_is_gone_on_with_gives_no_position_again(tmp_path: Path) -> None:
+    with saved(tmp_path) as buffer:
+        buffer.clear()
+    with ReplayBuffer(None, 3, 20, url=tmp_path / "run", fsync=False, **OPTIONS) as again:
+        again.add_batch(experience(range(3), 0, FIRST))
+        assert (again.get_earliest_position(torch.arange(3)) >= torch.tensor([33, 12, 4])).all()
+
+
+def named(buffer: ReplayBuffer) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The step that each row and position names."""
+    batch, info = buffer.gather_all()
+    position = info.positions[:, None] + torch.arange(info.valid.shape[1])
+    env = info.env_ids[:, None].expand_as(position)
+    keys = zip(env[info.valid].tolist(), position[info.valid].tolist(), strict=True)
+    return dict(zip(keys, map(tuple, batch["observation"]["code"][info.valid].long().tolist()), strict=True))
+
+
+def test_a_position_names_one_step_however_often_rows_are_dealt_anew() -> None:
+    url = f"memory://alf-{uuid.uuid4().hex}"
+    save_ranks(url, 2)
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for rank, steps in enumerate(ranks_of(url, 2, named)):
+        known |= {(rank, *place): code for place, code in steps.items()}
+
+    def train(buffer: ReplayBuffer) -> dict[tuple[int, int], tuple[int, ...]]:
+        code = 100 * len(buffer.memory.checkpoints) + 10 * buffer.memory.rank
+        for t in range(2):
+            step = experience([code, code + 1], t, 2 * t)
+            step["env_id"] = torch.arange(2)
+            buffer.add_batch(step)
+        buffer.save_checkpoint("again", wait=True)
+        return named(buffer)
+
+    for world_size in (5, 3, 1, 3, 5):  # of five, some are dealt a single episode
+        for rank, steps in enumerate(ranks_of(url, world_size, train, max_length=200)):
+            for (env, position), code in steps.items():
+                assert known.setdefault((rank, env, position), code) == code
+
+
+def test_rows_that_were_dealt_anew_stay_where_they_are_if_nothing_is_added() -> None:
+    url = f"memory://alf-{uuid.uuid4().hex}"
+    save_ranks(url, 3)
+
+    def save(buffer: ReplayBuffer) -> Any:
+        buffer.save_checkpoint("again", wait=True)
+        return named(buffer), buffer.get_episode_begin_position(*at_all(buffer)).tolist()
+
+    first = ranks_of(url, 2, save, max_length=200)
+    assert ranks_of(url, 2, save, max_length=200) == first
+    assert ranks_of(url, 2, save, max_length=200) == first
+
+
+def at_all(buffer: ReplayBuffer) -> tuple[torch.Tensor, torch.Tensor]:
+    env, position = zip(*named(buffer), strict=True)
+    return torch.tensor(position), torch.tensor(env)
+
+
+def test_positions_of_dropped_steps_are_not_given_again(tmp_path: Path) -> None:
+    with ReplayBuffer(None, 1, 50, url=tmp_path / "run", fsync=False, **OPTIONS) as buffer:
+        fill(buffer, 0, 7)
+        buffer.save_checkpoint("a", wait=True)
+    with resumed(tmp_path, 1, incomplete="drop") as again:
+        assert again.current_size.tolist() == [5]  # 5 and 6 were an open episode
+        fill(again, 0, 2)
+        assert not {5, 6} & {position for _, position in named(again)}
+
+
+@pytest.mark.parametrize(
+    "name", ["valid", "index", "priority", "provenance", "hindsight", "row_position", "row_position_now"]
+)
+def test_names_that_batches_need_are_refused_before_anything_is_stored(made: Any, name: str) -> None:
+    buffer = made(2)
+    step = {"step_type": torch.zeros(2, dtype=torch.int32), "x": torch.zeros(2)}
+    with pytest.raises(DataError, match=f"field '{name}': something else has that name.*; rename it"):
+        buffer.add_batch(step | {name: torch.ones(2)})
+    with pytest.raises(DataError, match=f"field '{name}/a'"):
+        ReplayBuffer({"step_type": torch.zeros(()), name: {"a": torch.zeros(())}}, 2, 10)
+    buffer.add_batch(step | {"more": {name: torch.ones(2)}})  # they may stand deeper
+    assert buffer.get_batch(2, 1)[0]["more"][name].tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ({"step_type": torch.zeros(2, 1, dtype=torch.int32)}, "field 'step_type': expected one number"),
+        ({"step_type": torch.zeros(3, dtype=torch.int32)}, "field 'step_type'"),
+        ({"discount": torch.zeros(2, 1)}, "field 'discount': expected one number"),
+        ({"x": torch.zeros(5, 2)}, "field 'x'"),
+    ],
+)
+def test_a_first_batch_that_is_refused_decides_nothing(tmp_path: Path, bad: dict[str, Any], says: str) -> None:
+    good = {
+        "step_type": torch.zeros(2, dtype=torch.int32),
+        "discount": torch.ones(2),
+        "x": torch.zeros(2, 5),
+    }
+    with ReplayBuffer(None, 2, 10, url=tmp_path / "run", fsync=False, **OPTIONS) as buffer:
+        with pytest.raises(DataError, match=says):
+            buffer.add_batch(good | bad)
+        with pytest.raises(DataError, match="each row once"):
+            buffer.add_batch(good, [1, 1])
+        assert not (tmp_path / "run").exists()
+        buffer.add_batch(good)
+        assert buffer.get_batch(2, 1)[0]["x"].shape == (2, 1, 5)
+        with pytest.raises(DataError, match=r"discount: expected one for each of 2 rows, got shape \(2, 1\)"):
+            buffer.add_batch(good | {"discount": torch.zeros(2, 1)})
+
+
+def test_a_spec_whose_step_type_is_no_number_is_refused() -> None:
+    with pytest.raises(DataError, match=r"field 'step_type': expected one number for each row, got shape \(1,\)"):
+        ReplayBuffer({"step_type": torch.zeros(1, dtype=torch.int32)}, 2, 10)
+
+
+def test_steps_are_found_in_the_shape_that_they_are_asked_for(made: Any) -> None:
+    buffer = made(2)
+    fill(buffer, 0, 7)
+    for shape in ((), (0,), (2, 0), (3,), (2, 2)):
+        env, position = torch.zeros(shape, dtype=torch.int64), torch.ones(shape, dtype=torch.int64)
+        assert buffer.get_field("action", env, position).shape == shape
+        assert buffer.get_field("observation.code", env, position).shape == (*shape, 2)
+        assert buffer.steps_to_episode_end(position, env).shape == shape
+        assert buffer.get_episode_begin_position(position, env).shape == shape
+        assert buffer.get_earliest_position(env).shape == shape
+
+
+@pytest.mark.parametrize("prioritised", [False, True])
+@pytest.mark.parametrize("kinds", [[0, 1, 0, 1, 1, 0, 1, 1, 2, 0], [1, 1, 2, 0, 1, 2, 0, 0, 1, 1]])
+def test_the_next_batch_after_resuming_does_not_depend_on_the_order_in_which_rows_were_stepped(
+    tmp_path: Path, kinds: list[int], prioritised: bool
+) -> None:
+    options: dict[str, Any] = {"prioritized_sampling": prioritised}
+    with ReplayBuffer(None, 3, 50, url=tmp_path / "run", fsync=False, **OPTIONS, **options) as buffer:
+        fill(buffer, 2, 9)
+        fill(buffer, 1, 4)
+        for t, step_kind in enumerate(kinds):
+            buffer.add_batch(experience([0, 1], t, step_kind), [0, 1])
+        buffer.save_checkpoint("a", wait=True)
+        wanted = [pairs(buffer.get_batch(6, length)[1]) for length in (2, 1, 3)]
+    with resumed(tmp_path, 3, 50, **options) as again:
+        assert [pairs(again.get_batch(6, length)[1]) for length in (2, 1, 3)] == wanted
+
+
+@pytest.mark.parametrize(("total", "n"), [(3, 2), (100, 64), (101, 100), (7, 7), (3, 5), (3, 8)])
+def test_no_window_comes_twice_without_replacement_and_all_come_as_often(made: Any, total: int, n: int) -> None:
+    buffer = made(1, total, seed=3)
+    fill(buffer, 0, total)
+    n_batches = 2000
+    counts = np.zeros(total)
+    for _ in range(n_batches):
+        batch = np.bincount(buffer._draws.draw(n, 1).position, minlength=total)
+        assert set(batch) <= {n // total, -(-n // total)}
+        counts += batch
+    # By chance a window comes in this part of all batches once more; five standard deviations are allowed.
+    part = n / total % 1
+    bound = 5 * (part * (1 - part) * n_batches) ** 0.5
+    assert np.abs(counts - n_batches * n / total).max() <= bound
+
+
+def test_windows_without_replacement_do_not_stand_at_equal_distances(made: Any) -> None:
+    buffer = made(1, 1000)
+    fill(buffer, 0, 1000, episode=10)
+    phases = {position % 10 for _, position in starts(buffer, 100, 1)}
+    assert len(phases) > 5  # of episodes that are as long as a part
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_store_without_priorities_is_gone_on_with_by_the_initial_one(tmp_path: Path, joins: bool) -> None:
+    with saved(tmp_path) as buffer:
+        buffer.save_checkpoint("a", wait=True)
+    options: dict[str, Any] = {"prioritized_sampling": True, "initial_priority": 5.0}
+    if joins:
+        again = ReplayBuffer(None, 3, 20, url=tmp_path / "run", fsync=False, **OPTIONS, **options)
+        again.add_batch(experience(range(3), 0, FIRST))
+    else:
+        again = resumed(tmp_path, 3, **options)
+    with again:
+        fill(again, 0, 1)
+        assert again.initial_priority == 5.0
+        assert set(weighted(again, 500, 1).values()) == {1.0}  # old steps and new ones alike
+
+
+def test_the_largest_priority_is_known_after_all_was_cleared(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"prioritized_sampling": True, "initial_priority": 2.0}
+    with saved(tmp_path, **options) as buffer:
+        buffer.update_priority([0], [20], torch.tensor([9.0]))
+        buffer.clear()
+        buffer.save_checkpoint("a", wait=True)
+    with resumed(tmp_path, 3, **options) as again:
+        assert again.initial_priority == 9.0
+
+
+@pytest.mark.parametrize("strategy", ["episode", "random", "future", "final"])
+def test_hindsight_takes_no_goals_that_rows_gave_up(made: Any, strategy: Any) -> None:
+    buffer = made(1, 20)
+    for t in range(200):
+        step = experience([0], t, kind(t, 100))
+        step["observation"] |= {"achieved_goal": torch.full((1, 1), float(t)), "desired_goal": -torch.ones(1, 1)}
+        buffer.add_batch(step)
+    relabel = Hindsight(
+        strategy,
+        fraction=1.0,
+        reward=reached,
+        goal="observation/desired_goal",
+        achieved="observation/achieved_goal",
+    )
+    goal = buffer.get_batch(50, 3, relabel=relabel)[0]["observation"]["desired_goal"]
+    assert goal[goal >= 0].min() >= 180
+    assert (goal >= 0).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"zz": torch.zeros(2)}, "unexpected 'zz'"),
+        ({"action": None}, "missing 'action'"),
+        ({"action": torch.zeros(())}, r"data_spec, field 'action': expected int64 of shape \(\), .*, got float32"),
+        ({"reward": torch.zeros(2)}, r"data_spec, field 'reward': .* got float32 of shape \(2,\)"),
+    ],
+)
+def test_a_spec_of_other_steps_is_refused_when_resuming(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    with saved(tmp_path) as buffer:
+        buffer.save_checkpoint("a", wait=True)
+    step = {name: value for name, value in experience([0], 0, FIRST).items() if name != "observation"}
+    spec = {name: value[0] for name, value in step.items()} | {"observation": {"code": torch.zeros(2)}}
+    resumed(tmp_path, 3, data_spec=spec).close()
+    with pytest.raises(DataError, match=says):
+        resumed(tmp_path, 3, data_spec={k: v for k, v in (spec | change).items() if v is not None})
+
+
+@pytest.mark.parametrize("again", [FIRST, MID])
+def test_a_row_goes_on_after_an_add_that_failed(tmp_path: Path, again: int) -> None:
+    plan, url = FailWhile(), str(tmp_path / "run")
+    with through(FaultyStorage(real_storage(url), plan)):
+        options = {"fsync": False, "commit_seconds": None, "cache_bytes": "4MiB", "buffer_bytes": "6KiB"}
+        buffer = ReplayBuffer(None, 2, 1000, url=url, **options)
+        buffer.add_batch(experience(range(2), 0, FIRST))
+        plan.error = no_space
+        n = fill_up(buffer)
+        for _ in range(5):  # some calls only tell what failed before
+            with pytest.raises(StorageError):
+                buffer.add_batch(experience(range(2), n, [FIRST, MID]))
+        plan.error = None
+        flush_surely(buffer)
+        assert buffer.get_current_position().tolist() == [n, n]
+        for t, step_kind in enumerate(([again, MID], [MID, MID], [MID, LAST], [FIRST, FIRST]), n):
+            buffer.add_batch(experience(range(2), t, step_kind))
+        check_codes(buffer, n + 4)
+        assert buffer.get_episode_begin_position([n, n + 1, n + 1], [0, 0, 1]).tolist() == [n, n, 0]
+        buffer.close()
+
+
+def fill_up(buffer: ReplayBuffer) -> int:
+    """Add steps to both rows until there is no room for more; returns how many each has."""
+    n, n_failed = int(buffer.get_current_position()[0]), 0
+    while n_failed < 10:
+        try:
+            buffer.add_batch(experience(range(2), n, MID))
+        except StorageError:
+            n_failed += 1
+        else:
+            n, n_failed = n + 1, 0
+    return n
+
+
+def flush_surely(buffer: ReplayBuffer) -> None:
+    """Make everything durable, though calls may still tell what failed before."""
+    for _ in range(10):
+        with contextlib.suppress(StorageError):
+            buffer.flush()
+            return
+    buffer.flush()
+
+
+def check_codes(buffer: ReplayBuffer, n: int) -> None:
+    """See that both rows have the steps 0 to n - 1 at these positions, also in windows."""
+    position, env = torch.arange(n).expand(2, n), torch.arange(2)[:, None]
+    assert torch.equal(buffer.get_field("action", env, position), position)
+    batch, info = buffer.get_batch(2 * n, 3)
+    assert codes(batch) == [[(env, p + i) for i in range(3)] for env, p in pairs(info)]
+
+
+@pytest.mark.parametrize("prioritised", [False, True])
+def test_recent_windows_are_not_waited_for_where_all_rows_have_just_broken_off(
+    tmp_path: Path, prioritised: bool
+) -> None:
+    options: dict[str, Any] = {"recent_data_ratio": 0.25, "prioritized_sampling": prioritised}
+    with ReplayBuffer(None, 2, 100, url=tmp_path / "run", fsync=False, **OPTIONS, **options) as buffer:
+        for t in range(53):
+            buffer.add_batch(experience(range(2), t, kind(t, 10)))
+        buffer.save_checkpoint("a", wait=True)
+    with resumed(tmp_path, 2, 100, **options) as again:
+        again.add_batch(experience(range(2), 53, FIRST))
+        _, info = again.get_batch(104, 2)
+        assert len(set(pairs(info))) == 104  # all that there are, none more often than others
+        if prioritised:
+            assert set(info.importance_weights.tolist()) == {1.0}
+        again.add_batch(experience([0], 54, MID), [0])
+        assert pairs(again.get_batch(8, 2)[1])[:2] == [(0, 53)] * 2

@@ -123,6 +123,16 @@ def test_many_short_episodes_can_be_sampled_at_once_whether_there_was_room_for_t
         assert set(seen.tolist()) == set(range(40))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_no_steps_are_a_batch_of_none(memory: str, compiled: bool) -> None:
+    with new_buffer(memory, compiled=compiled) as buffer:
+        buffer.append(step(0, 0))
+        none = torch.zeros(0, 3, dtype=torch.int64)
+        shape = buffer.at(none, Windows(length=2, boundary="pad_right"))["obs"].shape
+        assert shape[:2] == (0, 2)
+        assert buffer.at(none, Windows(offsets={"obs": (-1, 0)}))["obs"].shape[:3] == (0, 1, 2)
+
+
 def test_what_is_appended_can_be_sampled_at_once_and_is_stored_behind(memory: str) -> None:
     with new_buffer(memory) as buffer:
         handle = buffer.append(step(0, 0), env=0)

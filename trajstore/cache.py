@@ -7,6 +7,7 @@ page; once all of it is resident, a gather needs nothing from the host.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -107,7 +108,7 @@ def flat_rows(source: torch.Tensor, row: torch.Tensor) -> tuple[Array, Array]:
     n, sources = len(row), source.numpy()
     if source.shape != row.shape and source.shape != (n, 1):
         sources = np.ascontiguousarray(source.expand(row.shape).numpy())
-    return sources.reshape(n, -1), row.numpy().reshape(n, -1)
+    return sources.reshape(n, math.prod(sources.shape[1:])), row.numpy().reshape(n, math.prod(row.shape[1:]))
 
 
 class Column:

@@ -7,6 +7,7 @@ prefix sum answers how long an episode is and which span holds a row.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -684,10 +685,11 @@ class EpisodeIndex:
 
     def _compiled_rows(self, entry: torch.Tensor, position: torch.Tensor) -> Rows:
         assert self.kernels is not None
-        n, flat = len(position), position.numpy().reshape(len(position), -1)
+        lead = len(position), math.prod(position.shape[1:])  # not -1: there may be none
+        flat = position.numpy().reshape(lead)
         row, source = torch.empty(position.shape, dtype=torch.int64), torch.empty(position.shape, dtype=torch.int32)
         spans = self.span_logical.host, self.span_row.host, self.span_source.host, self.is_simple
-        outputs = row.numpy().reshape(n, -1), source.numpy().reshape(n, -1)
+        outputs = row.numpy().reshape(lead), source.numpy().reshape(lead)
         self.kernels.rows(entry.numpy(), flat, self.logical.host, *spans, *outputs)
         return Rows(source, row)
 

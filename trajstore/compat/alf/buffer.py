@@ -16,12 +16,13 @@ import torch
 from trajstore import checkpoints
 from trajstore.compat.alf import nests
 from trajstore.compat.alf.draws import Draws, Sampling
-from trajstore.compat.alf.inside import evict, random_numbers
+from trajstore.compat.alf.inside import begin_priorities, keep_column, random_numbers, sweep, unused_position
 from trajstore.compat.alf.rows import Rows, Steps
 from trajstore.compat.private import forget, private_url
 from trajstore.errors import DataError, NotReadyError
 from trajstore.hindsight import Hindsight
 from trajstore.partitions import Policy
+from trajstore.plan import RESERVED
 from trajstore.priorities import Priorities
 from trajstore.replay import ReplayBuffer as Buffer
 from trajstore.replay_options import with_ranks
@@ -31,6 +32,7 @@ from trajstore.store import open as open_store
 from trajstore.windows import Windows
 
 _POSITION = "row_position"  # the field that keeps positions
+_MOVED = "row_position_now"  # the column that keeps them where rows were laid anew
 _SWEEP = 64  # steps that rows gave up go when they are so large a part of all
 _LEAST_SWEEP = 1024
 _BLOCK = 8192
@@ -120,14 +122,14 @@ class ReplayBuffer:
             "priorities": _PRIORITIES if prioritized_sampling else None,
             "as_tensordict": False,
         }
-        self._given, self._seed = ({"commit_seconds": None} if url is None else {}) | options, seed
+        self._given, self._seed = ({"commit_seconds": None, "grace_s": 0} if url is None else {}) | options, seed
         self._rows = Rows(num_environments, max_length)
         self._form: Any = None
         self._paths: dict[str, str | None] = {}
         self._buffer: Buffer | None = None
         self._draws: Draws | None = None
         if data_spec is not None:
-            self._open(data_spec, n_lead=0)
+            self._open(_schema_of(nests.flat(data_spec), n_lead=0))
             self._form = _paths_of(data_spec)
 
     @classmethod
@@ -145,58 +147,74 @@ class ReplayBuffer:
     ) -> ReplayBuffer:
         """Go on from a checkpoint, with any number of ranks.
 
-        With as many as before, rows, positions, priorities and the next batch are those that would have come. With
-        another number, or a ``policy``, episodes are dealt out to the rows anew, as `trajstore.ReplayBuffer.resume`
-        does. No step is changed: an episode that had no LAST has none, and no window goes on from it into another.
+        With as many as before, rows, positions, priorities and the next batch are those that would have come; a row
+        that was empty begins with a position above all others. With another number, or a ``policy``, episodes are
+        dealt out to the rows anew, as `trajstore.ReplayBuffer.resume` does. No step is changed: an episode that had
+        no LAST has none, and no window goes on from it into another.
 
         Args:
             url: Of the store.
             checkpoint: Name or id of a checkpoint, or "latest".
             num_environments: Rows of this rank.
             max_length: Steps that each row keeps; more where a row was dealt more.
-            data_spec: As for the buffer itself; None: batches are nested dicts until the first `add_batch`.
+            data_spec: As for the buffer itself, of the steps that are there; None: batches are nested dicts until
+                the first `add_batch`.
             policy: How to deal out episodes.
             incomplete: What becomes of open, headless and cut episodes.
             options: As for the buffer itself, ``rank`` and ``world_size`` among them.
+
+        Raises:
+            DataError: The steps that are there are none of ALF's, or not as ``data_spec`` says.
         """
         buffer = cls(None, num_environments, max_length, url=url, **options)
         given = with_ranks(buffer._given)
         store = open_store(url, **{k: v for k, v in given.items() if k in ("storage_options", "fsync")})
-        _check_fields(store.schema or ())
+        _check_names(store.schema or ())
+        if store.schema is not None and data_spec is not None:
+            _check_alike(_schema_of(nests.flat(data_spec), n_lead=0), store.schema)
         found = checkpoints.find(store.snapshot.storage, checkpoint)
         is_anew = policy is not None or (found.n_ranks or 1) != (given["world_size"] or 1)
         n_envs = num_environments if is_anew else None
         how: dict[str, Any] = {"policy": policy, "incomplete": incomplete, "n_envs": n_envs}
-        buffer._enter(Buffer.resume(url, found.id, **how, **buffer._options, **given))
+        memory = Buffer.resume(url, found.id, **how, **buffer._options, **given)
+        fates = (incomplete,) if isinstance(incomplete, str) else incomplete.values()
+        buffer._enter(memory, is_anew=is_anew or "drop" in fates)
         buffer._form = None if data_spec is None else _paths_of(data_spec)
         return buffer
 
-    def _open(self, example: Any, n_lead: int) -> None:
-        """Make the buffer for steps like this one, whose leaves have so many leading axes."""
-        leaves = nests.flat(example)
-        fields = {path: Field(leaf.dtype, tuple(leaf.shape)[n_lead:]) for path, leaf in leaves.items()}
-        if _POSITION in fields:
-            raise DataError(f"field '{_POSITION}' holds positions here; call it something else")
-        fields[_POSITION] = Field("int64")
-        _check_fields(fields)
-        schema = Schema(nest(fields), reward=nests.leaf_path(fields, "reward"), reward_alignment="observation")
+    def _open(self, schema: Schema) -> None:
         self._enter(Buffer(self._url, schema=schema, seed=self._seed, **self._options, **self._given))
 
-    def _enter(self, buffer: Buffer) -> None:
-        """Go on with a buffer and what it holds."""
+    def _enter(self, buffer: Buffer, *, is_anew: bool = False) -> None:
+        """Go on with a buffer and what it holds, which may have been dealt out to the rows anew."""
         assert buffer.schema is not None
         names = ("step_type", "discount", "env_id")
         self._paths = {name: nests.leaf_path(buffer.schema, name) for name in names}
         self._steps = Windows(squeeze=True, fields=tuple(path for path in buffer.schema if path != _POSITION))
         self._stream = buffer.streams.index(buffer.stream)
         try:
-            if len(buffer):
-                self._rows = Rows.of(len(self._rows), self._rows.length, self._recorded(buffer))
+            if buffer.options.priorities is not None:
+                begin_priorities(buffer, self._sampling.initial_priority)
+            self._rows = self._laid(buffer, is_anew)
             self._draws = Draws(buffer, self._rows, self._sampling)
         except BaseException:
             buffer.close()
             raise
         self._buffer = buffer
+
+    def _laid(self, buffer: Buffer, is_anew: bool) -> Rows:
+        """Rows with all that a buffer holds: where it was, or where nothing ever was."""
+        n, length, unused = len(self._rows), self._rows.length, unused_position(buffer)
+        if not len(buffer):
+            return Rows(n, length, unused)
+        steps = self._recorded(buffer)
+        unused = max(unused, int(steps.position.max()) + 1)
+        laid = steps.laid(unused, is_anew)
+        moved = laid.take(laid.position != steps.position)
+        if len(moved.row):
+            keep_column(buffer, _MOVED, np.stack([moved.stream, moved.episode, moved.t], 1), moved.position)
+            length = max(length, int(np.bincount(moved.row).max()))  # a row keeps what it was dealt
+        return Rows.of(n, length, laid, unused)
 
     def _recorded(self, buffer: Buffer) -> Steps:
         """All steps of a buffer, in order."""
@@ -205,10 +223,12 @@ class ReplayBuffer:
         blocks, numbers = [], random_numbers(buffer)
         counter = numbers.counter
         for batch in buffer.epoch(_BLOCK, windows, shuffle=False):
-            made, step_type = batch["provenance"], flatten(batch)[kind]
-            is_own = (made["rank"] == made["source_rank"]) & (made["env"] == made["source_env"])
+            step_type, recorded = flatten(batch)[kind], batch[_POSITION]
+            moved = batch.get(_MOVED, recorded)
+            position = torch.where(moved < 0, recorded, moved)
             is_end = step_type == StepType.FIRST, step_type == StepType.LAST
-            blocks.append((made["env"], *batch["index"].unbind(1), batch[_POSITION], is_own, *is_end))
+            row, handles = batch["provenance"]["env"], batch["index"].unbind(1)
+            blocks.append((row, *handles, recorded, position, *is_end))
         numbers.counter = counter  # the iterator took some, and nothing was drawn
         steps = Steps(*(torch.cat(column).cpu().numpy() for column in zip(*blocks, strict=True)))
         if steps.row.max() >= len(self._rows):
@@ -244,9 +264,14 @@ class ReplayBuffer:
         if blocking:
             raise ValueError("blocking: rows give up their oldest steps, so there is nothing to wait for")
         with self._lock:
+            row, step = self._checked_rows(env_ids), nests.flat(batch)
             if self._buffer is None:
-                self._open(batch, n_lead=1)
-            rows, row, step = self._rows, self._checked_rows(env_ids), nests.flat(batch)
+                schema = _schema_of(step, n_lead=1)
+                _check_steps(schema, {**step, _POSITION: row}, len(row))  # before it decides what steps are like
+                self._open(schema)
+            rows = self._rows
+            if rows.n_over >= max(_LEAST_SWEEP, len(rows) * rows.length // _SWEEP):
+                self._sweep()  # first, since it may fail: then nothing was added
             is_first, is_last, terminated = self._kinds(step, len(row))
             step[_POSITION] = rows.stop[row]
             self._end_open(row[is_first & rows.is_open(row)], step, len(row))
@@ -255,8 +280,6 @@ class ReplayBuffer:
             added: Any = self.memory.append(nest(step), envs=envs, terminated=terminated, truncated=truncated)
             rows.add(row, self._stream, (added.episode, added.t), is_first, is_last)
             self._form = _paths_of(batch) if self._form is None else self._form
-            if rows.n_over >= max(_LEAST_SWEEP, len(rows) * rows.length // _SWEEP):
-                self._sweep()
 
     def _checked_rows(self, env_ids: Any) -> Array:
         n = len(self._rows)
@@ -272,11 +295,9 @@ class ReplayBuffer:
     def _kinds(self, step: Mapping[str, Any], n: int) -> tuple[Array, Array, Array]:
         """Which steps are first, which last, and which of these terminated."""
         kind, discount = (step.get(path or "") for path in (self._paths["step_type"], self._paths["discount"]))
-        kind = as_array("step_type", () if kind is None else kind)[0]
-        if kind.shape != (n,):
-            raise DataError(f"step_type: expected one for each of {n} rows, got shape {kind.shape}")
+        kind = _one_each("step_type", () if kind is None else kind, n)
         is_last = kind == StepType.LAST
-        is_over = True if discount is None else as_array("discount", discount)[0] == 0
+        is_over = True if discount is None else _one_each("discount", discount, n) == 0
         return kind == StepType.FIRST, is_last, is_last & is_over
 
     def _end_open(self, row: Array, step: Mapping[str, Any], n: int) -> None:
@@ -285,24 +306,23 @@ class ReplayBuffer:
             return
         schema = self.memory.schema
         assert schema is not None
-        check_paths(schema.fields, step)  # before anything is changed
-        for path, field in schema.fields.items():
-            checked(path, field, step[path], (n,))
+        _check_steps(schema, step, n)  # before anything is changed
         for env in row.tolist():
             self.memory.end_episode(env, truncated=True)
+            self._rows.end(env)  # at once: what follows may fail, and be tried again
 
     def _sweep(self) -> None:
         """Let the store give up what rows have given up."""
-        evict(self.memory, *self._rows.forget())
+        sweep(self.memory, self._rows)
 
     def clear(self, env_ids: Any = None) -> None:
         """Forget all steps of some rows, or of all; their positions and open episodes go on."""
         with self._lock:
             self._rows.clear(self._checked_rows(env_ids))
             if self._draws is not None:
-                self._sweep()
                 if self._draws.priorities is not None:
                     self._draws.priorities.forget()
+                self._sweep()
 
     # ---- drawing
 
@@ -328,6 +348,8 @@ class ReplayBuffer:
         with self._lock:
             if self._draws is None:
                 raise NotReadyError("the buffer is empty: add experience before drawing from it")
+            if relabel is not None and relabel.strategy in ("episode", "random") and self._rows.n_over:
+                self._sweep()  # they look for goals in all that the store has
             drawn = self._draws.draw(batch_size, batch_length)
             values = self._windows(drawn.row, drawn.position, batch_length, relabel)
             env_ids, positions = self._tensors(drawn.row, drawn.position)
@@ -471,11 +493,14 @@ class ReplayBuffer:
     ) -> dict[str, torch.Tensor]:
         """Fields of steps that are here, by path, with the axes of ``position`` in front."""
         windows = self._steps if fields is None else Windows(squeeze=True, fields=fields)
+        paths, schema = windows.fields or (), self.memory.schema
+        assert schema is not None
+        if not position.size:
+            empty = functools.partial(torch.empty, device=self.device)
+            return {p: empty((*row.shape, *schema[p].shape), dtype=getattr(torch, schema[p].dtype)) for p in paths}
         handles = torch.from_numpy(self._rows.handles(row, position).reshape(-1, 3))
         batch = flatten(self.memory.at(handles, windows))
-        shaped = {
-            path: batch[path].reshape(*position.shape, *batch[path].shape[1:]) for path in windows.fields or ()
-        }
+        shaped = {path: batch[path].reshape((*row.shape, *batch[path].shape[1:])) for path in paths}
         return self._with_rows(shaped, row)
 
     def _with_rows(self, values: dict[str, torch.Tensor], row: Array) -> dict[str, torch.Tensor]:
@@ -494,7 +519,7 @@ class ReplayBuffer:
         return nests.rebuilt(self._form_of_steps(), values.__getitem__)
 
     def _tensors(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.from_numpy(np.ascontiguousarray(array)).to(self.device) for array in arrays)
+        return tuple(torch.from_numpy(np.asarray(array, order="C")).to(self.device) for array in arrays)
 
     # ---- durability
 
@@ -513,6 +538,9 @@ class ReplayBuffer:
         """Release memory and threads; what is at a URL stays there."""
         if self._buffer is not None:
             self._buffer.close()
+        self._forget()
+
+    def _forget(self) -> None:
         if self._is_private:
             forget(self._url)
 
@@ -522,14 +550,61 @@ class ReplayBuffer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._buffer is not None:
-            self._buffer.__exit__(kind, error, trace)
+        try:
+            if self._buffer is not None:
+                self._buffer.__exit__(kind, error, trace)
+        finally:
+            self._forget()
 
 
-def _check_fields(paths: Iterable[str]) -> None:
+def _check_names(paths: Iterable[str]) -> None:
     """Refuse steps that are not ALF's."""
     if missing := [name for name in ("step_type", _POSITION) if nests.leaf_path(paths, name) is None]:
         raise DataError(f"expected a field '{missing[0]}', got {', '.join(paths) or 'none'}")
+
+
+def _schema_of(leaves: Mapping[str, Any], n_lead: int) -> Schema:
+    """That of steps like this one, whose leaves have so many leading axes.
+
+    Raises:
+        DataError: No steps can be like that.
+    """
+    fields = {path: Field(leaf.dtype, tuple(leaf.shape)[n_lead:]) for path, leaf in leaves.items()}
+    for path in fields:
+        if path.partition("/")[0] in {*RESERVED, _POSITION, _MOVED}:
+            raise DataError(f"field '{path}': something else has that name in the store or in batches; rename it")
+    fields[_POSITION] = Field("int64")
+    _check_names(fields)
+    for leaf in ("step_type", "discount"):
+        at = nests.leaf_path(fields, leaf)
+        if at is not None and fields[at].shape:
+            raise DataError(f"field '{at}': expected one number for each row, got shape {fields[at].shape}")
+    return Schema(nest(fields), reward=nests.leaf_path(fields, "reward"), reward_alignment="observation")
+
+
+def _check_alike(given: Schema, stored: Schema) -> None:
+    """Refuse a spec of other steps than those that are there."""
+    check_paths(stored.fields, given.fields)
+    for path, field in stored.fields.items():
+        if (field.dtype, field.shape) != (given[path].dtype, given[path].shape):
+            raise DataError(
+                f"data_spec, field '{path}': expected {field.dtype} of shape {field.shape}, as in the store, got"
+                f" {given[path].dtype} of shape {given[path].shape}"
+            )
+
+
+def _check_steps(schema: Schema, step: Mapping[str, Any], n: int) -> None:
+    """Refuse a batch that could not be appended."""
+    check_paths(schema.fields, step)
+    for path, field in schema.fields.items():
+        checked(path, field, step[path], (n,))
+
+
+def _one_each(name: str, value: Any, n: int) -> Array:
+    array = as_array(name, value)[0]
+    if array.shape != (n,):
+        raise DataError(f"{name}: expected one for each of {n} rows, got shape {array.shape}")
+    return array
 
 
 def _paths_of(nest: Any) -> Any:

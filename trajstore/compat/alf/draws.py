@@ -10,9 +10,10 @@ import torch
 
 from trajstore.compat.alf.inside import random_numbers
 from trajstore.compat.alf.prioritised import PrioritisedDraws
-from trajstore.compat.alf.rows import Rows
+from trajstore.compat.alf.rows import NO_STARTS, Rows, Starts
 from trajstore.errors import NotReadyError
 from trajstore.replay import ReplayBuffer
+from trajstore.rng import Counter
 from trajstore.schema import Array
 from trajstore.sizes import check_positive
 
@@ -55,7 +56,7 @@ class Draws:
         self._buffer, self._rows, self._options = buffer, rows, options
         self.priorities: PrioritisedDraws | None = None
         if buffer.options.priorities is not None:
-            self.priorities = PrioritisedDraws(buffer, rows, options.initial_priority)
+            self.priorities = PrioritisedDraws(buffer, rows)
 
     def draw(self, n: int, length: int) -> Drawn:
         """So many windows, the recent ones first.
@@ -64,48 +65,54 @@ class Draws:
             NotReadyError: There are none.
         """
         low = self._rows.first + self._options.n_ignored
-        n_recent = self._n_recent(n, length)
-        recent = np.maximum(low, self._rows.stop - (length - 1 + self._options.recent_steps))
-        parts = [self._uniform(n_recent, length, recent)] if n_recent else []
-        is_even = not self._options.with_replacement
+        newest = np.maximum(low, self._rows.stop - (length - 1 + self._options.recent_steps))
+        n_recent, recent = self._recent(n, length, newest)
         if self.priorities is not None:
             self.priorities.follow(length, low)
-        if n_recent < n and self.priorities is not None:
-            parts.append(self.priorities.draw(n - n_recent, length, is_even))
-        elif n_recent < n:
-            parts.append(self._uniform(n - n_recent, length, low))
+        parts = [self._uniform(n_recent, recent)] if n_recent else []
+        if n_recent < n:
+            parts.append(self._of_all(n - n_recent, length, low))
         row, position = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return Drawn(row, position, self._weights(row, position, length, recent, n_recent / n))
+        if self.priorities is None:
+            return Drawn(row, position, None)
+        weight = self.priorities.weights(row, position, length) * (1 - n_recent / n)
+        if n_recent:  # a recent one may have come either way
+            share = n_recent / n * self.priorities.n_positive(length) / recent.total
+            weight = weight + torch.from_numpy((position >= newest[row]) * share).to(weight.device)
+        return Drawn(row, position, weight.to(torch.float32))
 
-    def _n_recent(self, n: int, length: int) -> int:
-        """How many windows are to be recent ones, where an even draw would not give as many."""
+    def _recent(self, n: int, length: int, newest: Array) -> tuple[int, Starts]:
+        """How many windows are to be recent ones, where an even draw would not give as many; and which are."""
         options = self._options
-        if not options.recent_ratio:
-            return 0
         n_windows = float(self._rows.sizes.mean()) - (length - 1 + options.n_ignored)
-        is_few = n_windows * options.recent_ratio <= options.recent_steps
-        return 0 if is_few else math.ceil(n * options.recent_ratio)
+        if n_windows * options.recent_ratio <= options.recent_steps:
+            return 0, NO_STARTS
+        recent = self._rows.starts(length, newest)  # none, where a recording has just broken off in all rows
+        return math.ceil(n * options.recent_ratio) if recent.total else 0, recent
 
-    def _uniform(self, n: int, length: int, low: Array) -> tuple[Array, Array]:
+    def _of_all(self, n: int, length: int, low: Array) -> tuple[Array, Array]:
+        if self.priorities is not None:
+            return self.priorities.draw(n, length, stratified=not self._options.with_replacement)
         starts = self._rows.starts(length, low)
         if not starts.total:
             raise NotReadyError(
                 f"no row has {length} steps that follow each other; the fullest has {self._rows.sizes.max()}"
             )
+        return self._uniform(n, starts)
+
+    def _uniform(self, n: int, starts: Starts) -> tuple[Array, Array]:
         numbers = random_numbers(self._buffer)
         if self._options.with_replacement:
             return starts.at(numbers.below(n, starts.total, _CPU).numpy())
-        part = (np.arange(n) + numbers.uniform(n, _CPU).numpy()) / n  # one of each n-th part of all windows
-        return starts.at(np.minimum((part * starts.total).astype(np.int64), starts.total - 1))
+        return starts.at(_spread(n, starts.total, numbers))
 
-    def _weights(
-        self, row: Array, position: Array, length: int, recent: Array, ratio: float
-    ) -> torch.Tensor | None:
-        """How much more often windows are drawn than if all that can be were as likely."""
-        if self.priorities is None:
-            return None
-        weight = self.priorities.weights(row, position, length) * (1 - ratio)
-        if ratio:  # a recent one may have come either way
-            share = ratio * self.priorities.n_positive(length) / self._rows.starts(length, recent).total
-            weight = weight + torch.from_numpy((position >= recent[row]) * share).to(weight.device)
-        return weight.to(torch.float32)
+
+def _spread(n: int, total: int, numbers: Counter) -> Array:
+    """One number of each of n parts of [0, total), rising, all as likely; each equally often if there are too few.
+
+    Parts are of whole numbers, so not all are of one size; where they begin is random, or else the numbers of
+    smaller ones would come more often.
+    """
+    first = (np.arange(n + 1) * total + numbers.below(1, total, _CPU).numpy()) // n
+    size = torch.from_numpy(np.diff(first).clip(1))
+    return np.sort((first[:-1] + numbers.below(n, size, _CPU).numpy()) % total)

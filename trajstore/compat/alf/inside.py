@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from trajstore.compat.alf.rows import Rows
 from trajstore.priority_table import PriorityTable
 from trajstore.replay import ReplayBuffer
 from trajstore.rng import Counter
-from trajstore.schema import Array
+from trajstore.schema import Array, Field
 
 
 def random_numbers(buffer: ReplayBuffer) -> Counter:
@@ -32,13 +33,39 @@ def priorities_of(buffer: ReplayBuffer, handles: Array) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.float64)).to(reader._source.device)
 
 
-def evict(buffer: ReplayBuffer, stream: Array, episode: Array, floor: Array) -> None:
-    """Take away the steps of episodes below some t (`GONE`: all), as the buffer's own limits do."""
-    if not len(stream):
-        return
+def begin_priorities(buffer: ReplayBuffer, initial: float) -> None:
+    """Give steps that priority, as long as there is no larger one; not where a checkpoint knows of others.
+
+    Called before anything is asked of the buffer: the steps that are there get their priorities then.
+    """
+    state = buffer._start.state
+    if state is None or "priorities" not in state["reader"]:
+        priority_table(buffer).largest = initial
+
+
+def unused_position(buffer: ReplayBuffer) -> int:
+    """A position above all that sessions before this one gave to any row; 0 where there were none."""
+    start = buffer._start
+    if start.checkpoint is None and all(record.world == buffer.world for record in start.store.snapshot.streams):
+        return 0
+    # Ids hold the time in milliseconds, and no row takes 2**20 steps in one of them.
+    return int(buffer.world.rpartition("-")[2], 32) >> 80 << 20
+
+
+def keep_column(buffer: ReplayBuffer, name: str, handles: Array, values: Array) -> None:
+    """Keep an integer with each of some steps, also in checkpoints; -1 with others."""
+    if name not in buffer.reader._derived.state_dict():
+        buffer.add_column(name, Field("int64"), fill=-1)
+    buffer.write_column(name, torch.from_numpy(handles), torch.from_numpy(values))
+
+
+def sweep(buffer: ReplayBuffer, rows: Rows) -> None:
+    """Take away the steps that rows have given up, as the buffer's own limits do."""
     with buffer._source.lock:
-        buffer._source.publish()
-        buffer._retainer._evict("steps", stream, episode, floor)
-        buffer._reader.follow_priorities()
-        buffer._reader.follow_columns()
-        buffer._tell_marks()
+        buffer._source.publish()  # may fail, as storage does: before rows forget what is to go
+        stream, episode, floor = rows.forget()
+        if len(stream):
+            buffer._retainer._evict("steps", stream, episode, floor)
+            buffer._reader.follow_priorities()
+            buffer._reader.follow_columns()
+            buffer._tell_marks()

@@ -25,13 +25,11 @@ class PrioritisedDraws:
     Windows that can't start at a step have no mass there, and keep the priority for when they can.
     """
 
-    def __init__(self, buffer: ReplayBuffer, rows: Rows, initial_priority: float) -> None:
+    def __init__(self, buffer: ReplayBuffer, rows: Rows) -> None:
         self._buffer, self._rows = buffer, rows
         self._device = torch.device(buffer.options.device)
         self._trees: dict[int, _Tree] = {}
         self._exponent = 0
-        if not buffer.n_steps:
-            priority_table(buffer).largest = initial_priority
 
     @property
     def initial_priority(self) -> float:

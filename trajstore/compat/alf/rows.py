@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,7 +10,6 @@ from trajstore.index import GONE
 from trajstore.schema import Array
 from trajstore.spans import all_between
 
-GENERATION = 40  # bits of a position below its generation: rows that are laid anew begin another
 _ROW, _STREAM, _EPISODE, _SHIFT, _BEGIN, _LAST, _STRETCH = range(7)  # of episodes; t is position - shift
 _STRETCH_ROW, _STRETCH_FIRST, _STRETCH_STOP = range(3)
 
@@ -23,13 +22,22 @@ class Steps:
     stream: Array
     episode: Array
     t: Array
-    position: Array  # as it was when the step was recorded
-    is_own: Array  # recorded in the row that it is in now
+    recorded: Array  # the position that it was recorded with
+    position: Array  # that which it has now
     is_first: Array
     is_last: Array
 
     def take(self, chosen: Array) -> Steps:
         return Steps(*(getattr(self, name)[chosen] for name in self.__slots__))
+
+    def laid(self, first: int, is_anew: bool) -> Steps:
+        """The same; those of rows with gaps, or of all rows, follow each other from a first position on."""
+        position = self.position.copy()
+        for row in np.unique(self.row):
+            at = np.flatnonzero(self.row == row)
+            if is_anew or (np.diff(np.sort(position[at])) != 1).any():
+                position[at] = first + np.arange(len(at))
+        return replace(self, position=position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,9 @@ class Starts:
         at = np.searchsorted(self.sums, number, side="right")
         before = np.append(0, self.sums)[at]
         return self.row[at], self.first[at] + number - before
+
+
+NO_STARTS = Starts(*np.zeros((3, 0), np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +126,14 @@ class Rows:
         first: By row, the position of the oldest step it keeps.
     """
 
-    def __init__(self, n_rows: int, length: int) -> None:
+    def __init__(self, n_rows: int, length: int, first: int = 0) -> None:
         self.length = length
-        self.stop, self.first = np.zeros((2, n_rows), np.int64)
+        self.stop, self.first = np.full((2, n_rows), first)
         self._episode_at = np.full((n_rows, length), -1)  # by row and place in the ring
         self._episodes, self._stretches = _Table(7), _Table(3)
         self._open = np.full(n_rows, -1)  # by row: the episode that goes on
         self._stretch = np.full(n_rows, -1)
+        self._in_order: Array | None = None  # the stretches by row and position, where that is known
         self._has_ended = np.zeros(n_rows, bool)  # its newest step is a LAST
         self.n_over = 0  # steps that rows have given up and the store may still have
 
@@ -146,6 +158,7 @@ class Rows:
             is_broken = begins & ~(is_first & self._has_ended[row])
             broken = row[is_broken]
             self._stretch[broken] = self._stretches.add(broken, position[is_broken], position[is_broken])
+            self._in_order = None
             new, at = row[begins], position[begins]
             facts = (episode[begins], at - t[begins], at, at, self._stretch[new])
             self._open[new] = self._episodes.add(new, np.full(len(new), stream), *facts)
@@ -161,6 +174,10 @@ class Rows:
         first = np.maximum(self.first[row], stop - self.length)
         self.n_over += int((first - self.first[row]).sum())
         self.stop[row], self.first[row] = stop, first
+
+    def end(self, row: int) -> None:
+        """Note that the episode of a row got no LAST and is over: what comes begins another."""
+        self._open[row] = -1
 
     def clear(self, row: Array) -> None:
         """Give up all steps of rows; positions go on."""
@@ -196,8 +213,13 @@ class Rows:
     # ---- windows
 
     def starts(self, length: int, low: Array) -> Starts:
-        """Starts of windows of so many steps, from a position of each row on."""
-        row, first, stop = self._stretches.data.T
+        """Starts of windows of so many steps, from a position of each row on, by row and position.
+
+        In an order that does not depend on which row was stepped when: it is the same after resuming.
+        """
+        if self._in_order is None:
+            self._in_order = np.argsort(self._stretches.data[:, _STRETCH_ROW], kind="stable")
+        row, first, stop = self._stretches.data[self._in_order].T
         first = np.maximum(first, low[row])
         return Starts(row, first, np.cumsum((stop - length + 1 - first).clip(0)))
 
@@ -233,7 +255,7 @@ class Rows:
         is_used[self._stretch[self._stretch >= 0]] = True
         number, stretch = self._episodes.keep(~is_gone), self._stretches.keep(is_used)
         self._episode_at, self._open = number[self._episode_at], number[self._open]
-        self._stretch = stretch[self._stretch]
+        self._stretch, self._in_order = stretch[self._stretch], None
         self._episodes.data[:, _STRETCH] = stretch[self._episodes.data[:, _STRETCH]]
         self.n_over = 0
         return lost[:, _STREAM], lost[:, _EPISODE], floor
@@ -241,26 +263,17 @@ class Rows:
     # ---- what was recorded before
 
     @classmethod
-    def of(cls, n_rows: int, length: int, steps: Steps) -> Rows:
-        """Rows with the steps of a store, at the positions that they had.
-
-        Where rows were dealt out anew, steps stand one after the other in order of arrival, right before the first
-        position of another generation; and rows are as long as the longest of them then.
-        """
-        mine = [np.flatnonzero(steps.row == row) for row in range(n_rows)]
-        laid = [_positions(steps.position[at], steps.is_own[at]) for at in mine]
-        length = max([length, *(len(at) for at, (_, _, is_anew) in zip(mine, laid, strict=True) if is_anew)])
-        rows = cls(n_rows, length)
-        unused = ((int(steps.position.max()) >> GENERATION) + 1) << GENERATION if len(steps.row) else 0
-        rows.stop[:] = rows.first[:] = unused  # of what a row had before that is empty now, nothing is known
-        for row, (at, (position, stop, _)) in enumerate(zip(mine, laid, strict=True)):
-            if len(at):
-                order = np.argsort(position)
-                rows._lay(row, steps.take(at[order]), position[order], stop)
+    def of(cls, n_rows: int, length: int, steps: Steps, unused: int) -> Rows:
+        """Rows with the steps of a store; those that have none begin with an unused position."""
+        rows = cls(n_rows, length, unused)
+        for row in np.unique(steps.row).tolist():
+            at = np.flatnonzero(steps.row == row)
+            rows._lay(row, steps.take(at[np.argsort(steps.position[at])]))
         return rows
 
-    def _lay(self, row: int, steps: Steps, position: Array, stop: int) -> None:
-        """Fill a row with steps at positions that follow each other."""
+    def _lay(self, row: int, steps: Steps) -> None:
+        """Fill a row with steps whose positions follow each other."""
+        position, stop = steps.position, int(steps.position[-1]) + 1
         begins = np.append(True, (np.diff(steps.stream) != 0) | (np.diff(steps.episode) != 0))
         is_broken = begins & ~(steps.is_first & np.append(False, steps.is_last[:-1]))
         stops = np.append(position[:-1][begins[1:]], position[-1])
@@ -269,7 +282,7 @@ class Rows:
         of = stretch[np.cumsum(is_broken) - 1][begins]
         shift = position - steps.t
         # Where rows were dealt out anew, the positions before a headless episode are those of others.
-        begin = np.where(position == steps.position, shift, position)
+        begin = np.where(position == steps.recorded, shift, position)
         facts = (column[begins] for column in (steps.stream, steps.episode, shift, begin))
         owner = self._episodes.add(steps.row[begins], *facts, stops, of)[np.cumsum(begins) - 1]
         kept = position >= stop - self.length
@@ -277,22 +290,3 @@ class Rows:
         self._has_ended[row], self._stretch[row] = steps.is_last[-1], stretch[-1]
         self.stop[row], self.first[row] = stop, max(int(position[0]), stop - self.length)
         self.n_over += int((~kept).sum())
-
-
-def _positions(stored: Array, is_own: Array) -> tuple[Array, int, bool]:
-    """Positions of a row's steps, that of the next one, and whether some were laid anew."""
-    if not len(stored):
-        return stored, 0, False
-    base = int(stored.max()) >> GENERATION << GENERATION
-    kept = stored >= base
-    if not is_own[kept].all() or not _is_unbroken(stored[kept], None if kept.all() else base):
-        kept, base = np.zeros(len(stored), bool), base + (1 << GENERATION)
-    position, old = stored.copy(), np.flatnonzero(~kept)
-    position[old] = base - len(old) + np.arange(len(old))
-    return position, max(base, int(position.max()) + 1), len(old) > 0
-
-
-def _is_unbroken(position: Array, first: int | None) -> bool:
-    """Whether positions follow each other, each once, from some first one on."""
-    rising = np.sort(position)
-    return bool((np.diff(rising) == 1).all()) and first in (None, rising[0])
