@@ -41,7 +41,7 @@ with warnings.catch_warnings():
 from tensordict import NonTensorData, TensorDict, tensorclass
 
 import trajstore
-from trajstore import ClosedError, DataError, SchemaError
+from trajstore import ClosedError, DataError, SchemaError, StoreNotFoundError
 from trajstore.compat.torchrl import TrajStorage, table
 from trajstore.compat.torchrl.layout import Layout
 from trajstore.compat.torchrl.paged import PagedTensor
@@ -523,10 +523,113 @@ def test_a_storage_that_is_closed_and_opened_again_goes_on(make: Make, tmp_path:
         rb.extend(transitions(5, 70))
         expected[20:25] = transitions(5, 70)
         assert_same(rb[:], expected)
-    with make(60, **options) as larger:
-        assert_same(larger[:], expected)
+    with make(60, **options) as larger:  # in order of time, as rows are in a ring that is not full
+        assert_same(larger[:], torch.cat([expected[25:], expected[:25]]))
+        assert larger.next_slot == 50
     with pytest.raises(DataError, match="max_size: expected at least the 50 slots"):
         make(40, **options)
+
+
+@ours
+def test_no_slice_goes_from_the_newest_row_of_a_ring_to_its_oldest_where_it_becomes_larger(
+    make: Make, tmp_path: Path
+) -> None:
+    def numbered(start: int, stop: int) -> TensorDict:
+        number, never = torch.arange(start, stop), torch.zeros(stop - start, 1, dtype=torch.bool)
+        return TensorDict({"number": number, "next": {"done": never}}, batch_size=[len(number)])
+
+    with make(20, url=tmp_path / "run") as storage:
+        rb = TensorDictReplayBuffer(storage=storage)
+        rb.extend(numbered(0, 18))
+        rb.extend(numbered(18, 30))
+    for n_slots, stop in ((40, 30), (40, 35), (80, 60)):
+        with make(n_slots, url=tmp_path / "run") as storage:
+            sampler = SliceSampler(slice_len=4, end_key=("next", "done"))
+            rb = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=400)
+            storage.resume(rb)
+            if (written := int(rb[:]["number"].max()) + 1) < stop:
+                rb.extend(numbered(written, stop))
+            assert (rb.sample()["number"].reshape(-1, 4).diff(dim=1) == 1).all()
+            newest = torch.arange(stop - len(rb), stop)
+            assert torch.equal(rb.read_all_in_order()["number"], newest)
+
+
+@ours
+def test_a_full_ring_loads_into_one_of_its_size_only(make: Make, tmp_path: Path) -> None:
+    full, half = make(20), make(20)
+    full.set(range(20), transitions(20))
+    half.set(range(10), transitions(10))
+    for i, (storage, other) in enumerate([(full, make(30)), (half, make(10))]):
+        storage.dumps(tmp_path / str(i))
+        loads = (
+            lambda storage=storage, other=other: other.load_state_dict(storage.state_dict()),
+            lambda i=i, other=other: other.loads(tmp_path / str(i)),
+        )
+        for load in loads:
+            with pytest.raises(DataError, match="max_size: expected 20, as where the rows come from"):
+                load()
+        assert len(other) == 0
+        same = make(20)
+        same.loads(tmp_path / str(i))
+        assert_same(same[:], actual(storage[:]))
+
+
+@ours
+@pytest.mark.parametrize("first", ["add", "extend"])
+def test_max_value_writers_may_add_and_extend(make: Make, first: str) -> None:
+    storage = make(10)
+    rb = TensorDictReplayBuffer(
+        storage=storage, writer=TensorDictMaxValueWriter(rank_key=("next", "reward")), batch_size=4
+    )
+    for way in (first, "add", "extend", "add", "extend"):
+        if way == "add":
+            rb.add(transitions(1, len(rb))[0])
+        else:
+            rb.extend(transitions(2, len(rb)))
+    assert_same(rb[:].exclude("index"), transitions(len(rb)))
+    assert rb[:].get("index", torch.arange(len(rb))).tolist() == list(range(len(rb)))
+
+
+@ours
+def test_rows_past_one_that_was_never_written_do_not_count(make: Make, tmp_path: Path) -> None:
+    options = {"url": tmp_path / "run"}
+    with make(10, **options) as storage:
+        rb = TensorDictReplayBuffer(storage=storage)
+        rb.extend(transitions(3))
+        rb[-1] = transitions(1, 900)[0]  # slot 9
+        rb.extend(transitions(1, 3))
+        assert_same(rb[:], transitions(4))
+    with make(10, **options) as storage:
+        assert (len(storage), storage.next_slot) == (4, 4)
+        rb = TensorDictReplayBuffer(storage=storage)
+        storage.resume(rb)
+        rb.extend(transitions(5, 4))
+        assert_same(rb[:], torch.cat([transitions(9), transitions(1, 900)]))
+
+
+@ours
+def test_no_rows_can_be_read_too(make: Make) -> None:
+    storage = make(20)
+    storage.set(range(10), transitions(10))
+    for none in (torch.arange(0), slice(3, 3), torch.zeros(10, dtype=torch.bool)):
+        assert_same(storage[none], transitions(0))
+
+
+def test_what_is_too_little_memory_is_said_at_once_and_what_would_be_enough() -> None:
+    wide = TensorDict({"wide": torch.zeros(20, 5000)}, batch_size=[20])
+    with (
+        TrajStorage(max_size=10_000, cache_bytes="1MiB") as storage,
+        pytest.raises(ValueError, match=r"cache_bytes: 1048576 bytes are too few.* 13701888 are enough"),
+    ):
+        storage.set(range(20), wide)
+    with TrajStorage(max_size=10_000, cache_bytes=13701888) as storage:
+        for first in range(0, 400, 20):
+            storage.set(range(first, first + 20), wide)
+            assert storage[torch.arange(first)]["wide"].shape == (first, 5000)
+    narrow = TensorDict({"number": torch.arange(5000)}, batch_size=[5000])
+    with TrajStorage(max_size=10_000, buffer_bytes="16KB") as storage:  # less than one call brings
+        storage.set(range(5000), narrow)
+        assert torch.equal(storage[:]["number"], narrow["number"])
 
 
 @ours
@@ -577,6 +680,9 @@ def test_a_dump_fits_a_storage_of_another_size_or_is_refused(make: Make, tmp_pat
             load()
     assert_same(smaller[:], transitions(5, 900))
     assert not list((tmp_path / "dump").rglob("*.pkl"))
+    with pytest.raises(StoreNotFoundError, match="expected what a TrajStorage has dumped"):
+        larger.loads(tmp_path / "nowhere")
+    assert len(larger) == 25
     empty = make(10)
     empty.dumps(tmp_path / "empty")
     larger.loads(tmp_path / "empty")
@@ -605,7 +711,17 @@ def test_bad_rows_are_refused_by_name_and_change_nothing(make: Make) -> None:
         storage.set(range(2), transitions(2).set("text", NonTensorData("x", batch_size=[2])))
     with pytest.raises(DataError, match="expected a tensor, got str"):
         storage.set(0, {"a": "text"})
+    more = transitions(2).set("more", torch.ones(2))
+    with pytest.raises(DataError, match="expected as many slots as rows"):
+        storage[slice(None)] = more
+    with pytest.raises(DataError, match="'action': expected int64"):
+        storage[slice(0, 2)] = more.set("action", other["action"])
     assert len(storage) == 10
+    assert_same(storage[:], transitions(10))
+    storage = make(30)
+    with pytest.raises(DataError, match="expected as many slots as rows"):
+        storage.set(range(3), more)
+    storage.set(range(10), transitions(10))  # nothing is left of what was refused
     assert_same(storage[:], transitions(10))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,48 @@ def test_ted_that_contradicts_itself_is_refused_by_name() -> None:
         ted_to_episodes(ted(["."] * 3).set("valid", torch.ones(3)))
 
 
+def test_ted_of_observations_alone_comes_back_too() -> None:
+    data = ted([".", ".", "terminated", ".", "."]).exclude("action", ("next", "reward"), ("next", "info"))
+    assert_same(episodes_to_ted(ted_to_episodes(data)), data)
+
+
+def test_what_follows_may_have_any_name() -> None:
+    data = ted([".", ".", "terminated", "."])
+    data["next", "after"] = TensorDict({"z": torch.rand(4), "reward": torch.rand(4)}, batch_size=[4])
+    data["next", "team"] = TensorDict({"reward": torch.rand(4)}, batch_size=[4])
+    assert_same(episodes_to_ted(ted_to_episodes(data)), data)
+
+
+@pytest.mark.parametrize("key", ["a/b", ("after", "z"), ("previous", "reward"), "reward"])
+def test_keys_that_would_not_come_back_are_refused_by_name(key: Any) -> None:
+    data = ted(["."] * 4)
+    data[key] = torch.rand(4)
+    data = data.exclude(("next", "reward"))
+    with pytest.raises(DataError, match="key '" + ("/".join(key) if isinstance(key, tuple) else key)):
+        ted_to_episodes(data)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+def test_ted_of_other_numbers_is_compared_bit_by_bit(dtype: torch.dtype) -> None:
+    values = torch.tensor([float("nan"), 1.0, 2.0, 3.0, 4.0]).to(dtype)
+    data = ted(["."] * 4)
+    data["more"], data["next", "more"] = values[:-1].clone(), values[1:].clone()
+    episode = ted_to_episodes(data)[0]
+    assert torch.equal(episode.data["more"].view(torch.uint8), values.view(torch.uint8))
+    data["next", "more"][1] = values[0]
+    with pytest.raises(DataError, match="'more', lane 0: expected what follows row 1"):
+        ted_to_episodes(data)
+
+
+def test_no_rows_are_no_episodes(url: str) -> None:
+    two = torch.stack([ted(["."] * 6), ted(["."] * 6, 100)])
+    assert ted_to_episodes(two[:, :0]) == ted_to_episodes(two[:0]) == ted_to_episodes(two[0, :0]) == []
+    with ReplayBuffer(url, 1000, **OPTIONS) as buffer:
+        for part in (two[:, :3], two[:, 3:3], two[:0]):
+            assert buffer.extend(part).shape == (*part.batch_size, 3)
+        assert buffer.extend(two[:, 3:])[..., 2].tolist() == [[3, 4, 5]] * 2
+
+
 def test_episodes_of_a_store_are_ted_too(url: str) -> None:
     with trajstore.create(url).writer() as writer:
         for episode in ted_to_episodes(ted([".", ".", "terminated", ".", "truncated"])):
@@ -178,6 +220,34 @@ def test_lanes_go_on_where_they_were(url: str) -> None:
         for key in ("done", "truncated"):
             whole["next", key][:, -1] = True
         check_rows(buffer.sample(256), torch.cat([whole.reshape(-1), broken[0]]))
+
+
+def wrong_dtype(data: TensorDict) -> TensorDict:
+    return data.set("action", data["action"].int())
+
+
+def no_action(data: TensorDict) -> TensorDict:
+    return data.exclude("action")
+
+
+def one_final_less(data: TensorDict) -> TensorDict:
+    return data.exclude(("next", "observation", "nan"))
+
+
+def too_many(data: TensorDict) -> TensorDict:
+    return torch.stack([ted(["."] * 20_000, 500)] * 2)
+
+
+@pytest.mark.parametrize("spoilt", [wrong_dtype, no_action, one_final_less, too_many])
+def test_an_extend_that_is_refused_changes_nothing(spoilt: Callable[[TensorDict], TensorDict], url: str) -> None:
+    whole = torch.stack([ted(["."] * 6), ted(["."] * 6, 100)])
+    other = torch.stack([ted(["."] * 3, 500), ted(["."] * 3, 600)])  # does not go on where they were
+    with ReplayBuffer(url, **{**OPTIONS, "buffer_bytes": "1MB"}) as buffer:
+        buffer.extend(whole[:, :3])
+        with pytest.raises(DataError):
+            buffer.extend(spoilt(other))
+        found = buffer.extend(whole[:, 3:])
+        assert found[..., 1:].tolist() == [[[lane, t] for t in (3, 4, 5)] for lane in (0, 1)]
 
 
 def test_single_rows_may_be_added(url: str) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +37,10 @@ import trajstore
 import trajstore.compat.torchrl.generations
 import trajstore.store
 from tests.conftest import Place
-from tests.faulty import DieAt, Died, FaultyStorage, Plan, real_storage
-from trajstore import ClosedError, StorageError
+from tests.faulty import DieAt, Died, FailOnce, FaultyStorage, Plan, real_storage
+from trajstore import ClosedError, StorageError, StoreNotFoundError
 from trajstore.compat.torchrl import TrajStorage, log, slots, table
+from trajstore.compat.torchrl.log import Log
 from trajstore.compat.torchrl.slots import Slots
 
 N_SLOTS = 150
@@ -129,8 +132,11 @@ def test_slots_know_their_newest_place_and_the_front(writes: list[list[int]]) ->
                 again = found.oldest(6)
                 assert place[int(again[0])] == oldest
                 assert len(again)
+            assert found.n_filled == next(i for i in range(21) if i not in place)
         found.clear()
-        assert (found.n_live, found.front) == (0, n)
+        assert (found.n_live, found.n_filled, found.front) == (0, 0, n)
+        found.append(np.arange(3))
+        assert (found.n_live, found.n_filled, found.front) == (3, 3, n)
 
 
 # ---- freed storage
@@ -144,7 +150,7 @@ def test_a_ring_is_freed_behind_without_writing_anything_twice(small_sets: None,
         stats = storage.stats()
         assert stats["writer"]["steps"] == 3000
         assert stats["n_rows"] < N_SLOTS + 2 * SET
-    kept = trajstore.open(tmp_path / "0")
+    kept = trajstore.open(tmp_path / "1")
     assert len(kept.episodes) <= (N_SLOTS + 30) // SET + 3
     with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as again:
         assert sorted(found_in(again).values()) == list(range(3000 - N_SLOTS, 3000))
@@ -180,7 +186,7 @@ def test_disk_is_freed_with_max_value_writers_too(small_sets: None, tmp_path: Pa
     assert sorted(found_in(storage).values()) == [*range(1961, 2000), 10_000]
     assert storage.stats()["n_rows"] <= 2 * 40 + 3 * SET
     storage.close()
-    first = trajstore.open(tmp_path / "0").streams[0].first_row
+    first = trajstore.open(tmp_path / "1").streams[0].first_row
     assert first > 0
 
 
@@ -200,6 +206,65 @@ def test_what_was_emptied_stays_so(tmp_path: Path) -> None:
         assert found_in(again) == {0: 0, 1: 1, 2: 2}
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_storage_that_was_emptied_is_found_empty(is_killed: bool, tmp_path: Path) -> None:
+    with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as storage:
+        storage.set(range(100), rows(np.arange(100)))
+    for _ in range(2):
+        storage = TrajStorage(tmp_path, N_SLOTS, **OPTIONS)
+        storage._empty()
+        storage.flush()
+        if is_killed:
+            abandon(storage)
+        else:
+            storage.close()
+        with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as again:
+            assert (len(again), again.next_slot, found_in(again)) == (0, 0, {})
+    with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as again:
+        again.set(range(3), rows(np.arange(3)))
+    with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as again:
+        assert found_in(again) == {0: 0, 1: 1, 2: 2}
+
+
+def test_a_log_that_was_freed_and_emptied_is_closed(small_sets: None, tmp_path: Path) -> None:
+    with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as storage:
+        for _ in range(3):
+            storage.set(range(100), rows(np.arange(100)))
+            storage.flush()
+        storage._empty()
+        storage.flush()
+        storage.flush()
+        assert storage.table is not None
+        storage.table.log._sweeper.flush()
+        storage.set(range(5), rows(np.arange(5)))
+    with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as again:
+        assert found_in(again) == {i: i for i in range(5)}
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 0.01])
+def test_sessions_that_write_once_and_close_leave_no_more_than_one(
+    grace_s: float, small_sets: None, tmp_path: Path
+) -> None:
+    for session in range(8):
+        with TrajStorage(tmp_path, N_SLOTS, **{**OPTIONS, "grace_s": grace_s}) as storage:
+            storage.set(range(100), rows(np.arange(100) + session))
+            if grace_s:  # this one lasts
+                storage.flush()
+                assert storage.table is not None
+                storage.table.log._sweeper.flush()
+    assert len(trajstore.open(tmp_path / "1").streams) <= 3
+
+
+def abandon(storage: TrajStorage) -> None:
+    """Leave it as a process does that is killed."""
+    assert storage.table is not None
+    storage.table.log._sweeper._closing.set()
+    storage.table.log._writer._release()
+    storage._is_closed = True
+    assert storage._finalizer is not None
+    storage._finalizer.detach()
+
+
 def test_many_sessions_leave_no_more_than_one(small_sets: None, tmp_path: Path) -> None:
     n = 0
     for _ in range(12):
@@ -210,7 +275,7 @@ def test_many_sessions_leave_no_more_than_one(small_sets: None, tmp_path: Path) 
             storage.flush()
             assert storage.table is not None
             storage.table.log._sweeper.flush()
-    assert len(trajstore.open(tmp_path / "0").streams) <= 3
+    assert len(trajstore.open(tmp_path / "1").streams) <= 3
 
 
 ENDS_WITHOUT_CLOSING = """
@@ -285,8 +350,7 @@ def live(url: Path, n_operations: int, durable: list[int], grown: bool) -> None:
         durable.append(n)
     finally:
         if storage.table is not None:
-            storage.table.log._sweeper._closing.set()
-            storage.table.log._writer._release()
+            abandon(storage)
 
 
 def test_a_death_at_any_storage_call_loses_no_row_that_was_durable(small_sets: None, tmp_path: Path) -> None:
@@ -305,6 +369,95 @@ def test_a_death_at_any_storage_call_loses_no_row_that_was_durable(small_sets: N
             n = check(storage, durable[-1])
             if storage.table is None or "td1/more" not in storage.table.leaves:
                 carry_out(storage, n)
+
+
+def dump(whole: TrajStorage, url: Path) -> None:
+    whole.dumps(url)
+
+
+def found_dumped(url: Path) -> int:
+    with TrajStorage(None, N_SLOTS, **OPTIONS) as again:
+        try:
+            again.loads(url)
+        except StoreNotFoundError:
+            return 0
+        return len(again)
+
+
+def load(whole: TrajStorage, url: Path) -> None:
+    storage = TrajStorage(url, N_SLOTS, **OPTIONS)
+    try:
+        storage.load_state_dict(whole.state_dict())
+    finally:
+        if storage.table is not None:
+            abandon(storage)
+
+
+def found_loaded(url: Path) -> int:
+    with TrajStorage(url, N_SLOTS, **OPTIONS) as again:
+        n = len(again)
+        if not n:  # no trace is left of what was not finished
+            again.set(range(1), TensorDict({"other": torch.zeros(1)}, batch_size=[1]))
+        return n
+
+
+@pytest.mark.parametrize(("act", "found"), [(dump, found_dumped), (load, found_loaded)])
+def test_a_first_dump_or_load_that_is_not_finished_does_not_count(
+    act: Callable[[TrajStorage, Path], None], found: Callable[[Path], int], tmp_path: Path
+) -> None:
+    held = set()
+    with TrajStorage(None, N_SLOTS, **OPTIONS) as whole:
+        whole.set(range(100), rows(np.arange(100)))
+        for at in itertools.count(1, 2):
+            url = tmp_path / str(at)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(log, "_BLOCK_ROWS", 30)
+                patch.setattr(Log, "_put", committing(Log._put))  # as a thread behind may at any moment
+                through(places := Places(DieAt(at, is_after=at % 4 == 1)), patch)
+                with contextlib.suppress(Died, StorageError, ClosedError):
+                    act(whole, url)
+            held.add(found(url))
+            if len(places.calls) < at:
+                break
+    assert held == {0, 100}
+
+
+def committing(put: Callable[..., None]) -> Callable[..., None]:
+    def wrapped(self: Log, header: np.ndarray, leaves: Any) -> None:
+        put(self, header, leaves)
+        self._writer.commit()
+
+    return wrapped
+
+
+def test_a_storage_fault_while_keys_are_added_does_not_last(tmp_path: Path) -> None:
+    more = TensorDict({"more": torch.ones(100)}, batch_size=[100])
+
+    def grow(url: Path, plan: Plan) -> tuple[TrajStorage, Places]:
+        with pytest.MonkeyPatch.context() as patch:
+            through(places := Places(plan), patch)
+            storage = TrajStorage(url, N_SLOTS, **OPTIONS)
+            storage.set(range(100), rows(np.arange(100)))
+            storage.flush()
+            begun = len(places.calls)
+            with contextlib.suppress(OSError, StorageError):
+                storage[slice(0, 100)] = more
+            storage[slice(0, 100)] = more  # the fault is over
+        places.calls[:] = places.calls[begun:]
+        return storage, places
+
+    storage, places = grow(tmp_path / "whole", Plan())
+    storage.close()
+    n_before = places.calls[0].number
+    threads = threading.active_count()
+    for at in range(n_before, n_before + len(places.calls), 3):
+        storage, _ = grow(tmp_path / str(at), FailOnce(at, at % 2 == 0, lambda: StorageError("no network")))
+        storage.set(range(10), rows(np.arange(500, 510)).set("more", torch.zeros(10)))
+        storage.close()
+        assert threading.active_count() <= threads
+        with TrajStorage(tmp_path / str(at), N_SLOTS, **OPTIONS) as again:
+            assert list(found_in(again).values()) == [*range(500, 510), *range(10, 100)]
+            assert again[:]["more"].tolist() == [0.0] * 10 + [1.0] * 90
 
 
 # ---- killed

@@ -559,10 +559,33 @@ def test_options_of_a_format_are_given_by_name(flat: Path, url: str) -> None:
         (["--option", "speed=3"], "option 'speed': expected one of skip, keep_next, max_episode_steps"),
         (["--option", "speed"], "--option: expected NAME=VALUE, got 'speed'"),
         (["--skip", "terminals"], "expected arrays of steps and 'terminals'"),
+        (["--option", "skip=terminals"], "expected arrays of steps and 'terminals'"),
+        (["--option", "skip=5"], "option 'skip': expected a name, or a list of names as JSON, got 5"),
+        (["--option", "max_episode_steps=abc"], "max_episode_steps"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(flat: Path, url: str, arguments: list[str], message: str) -> None:
     result = run("import", "d4rl", flat, url, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["d4rl", "--fields", "nosuch"], "no field 'nosuch'; there are observation, reward"),
+        (["torchrl", "--option", "capacity=abc"], "capacity: expected a positive whole number, got 'abc'"),
+        (["torchrl", "--option", "observations=3"], "option 'observations': expected a name"),
+        (["lerobot", "--option", "fps=fast"], "fps"),
+    ],
+)
+def test_what_is_wrong_with_an_export_is_said_in_one_line(
+    flat: Path, url: str, arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    assert run("import", "d4rl", flat, url).exit_code == 0
+    kind, *options = arguments
+    result = run("export", kind, url, tmp_path / "out", *options)
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1

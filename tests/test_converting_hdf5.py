@@ -376,7 +376,10 @@ def export_and_die(kind: str, url: str, target: str, n: int) -> None:
         if len(sink.done()) == n:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    hdf5._PART_BYTES = 1  # every episode in a part of its own
+    if kind == "robomimic":
+        hdf5._PART_BYTES = 1  # every episode in a part of its own
+    else:
+        hdf5._PART_S = 0.0  # the same
     module._fill = dying  # type: ignore[attr-defined]
     sink = module.open_sink(target)  # type: ignore[attr-defined]
     export_episodes(url, sink)
@@ -474,6 +477,29 @@ def with_a_circle(file: Any) -> None:
     file["data/demo_0/secret"] = file["data/demo_0"]
 
 
+def with_many_paths_to_few_groups(file: Any) -> None:
+    group = file.create_group("data/demo_0/secret")
+    for _ in range(12):
+        below = group.create_group("0")
+        for name in "12345":
+            group[name] = below
+        group = below
+
+
+def with_two_names(file: Any) -> None:
+    file["data/demo_0/secret"] = file["data/demo_0/actions"]
+
+
+def with_many_claims(file: Any) -> None:
+    for i in range(100):
+        file["data/demo_0"].create_dataset(f"secret/{i}", (5, 10_000_000), np.uint8, chunks=(1, 1 << 20))
+
+
+def with_a_name_in_no_encoding(file: Any) -> None:
+    file["data/demo_0/secret/x"] = np.zeros(5)
+    file["data/demo_0/secret"][b"na\xffme"] = np.zeros(5)
+
+
 def with_another_length(file: Any) -> None:
     file["data/demo_0/secret"] = np.zeros(4)
 
@@ -495,7 +521,11 @@ def with_an_odd_name(file: Any) -> None:
         (with_a_scalar, r"/data/demo_0/secret: expected numbers or bools.*skip=\['secret'\]"),
         (with_pairs, r"/data/demo_0/secret: expected numbers or bools.*skip=\['secret'\]"),
         (with_a_claim, "/data/demo_0/secret claims shape"),
-        (with_a_circle, "nested deeper"),
+        (with_a_circle, "is there twice"),
+        (with_many_paths_to_few_groups, "is there twice"),
+        (with_two_names, r"is there twice, as 'actions' and as 'secret'"),
+        (with_many_claims, "/data/demo_0: arrays claim .* bytes, more than a file of this size can hold"),
+        (with_a_name_in_no_encoding, r"/data/demo_0/secret: expected names in UTF-8, got b'na\\xffme'"),
         (with_another_length, r"/data/demo_0/secret: expected 5 rows, one a step, got 4.*skip=\['secret'\]"),
         (with_an_odd_name, "demos.hdf5: /data: field name 'secret name'.*leave it out with skip"),
     ],

@@ -287,6 +287,66 @@ def test_links_that_leave_the_file_are_refused(root):
         open_source(path).read("episode_0")
 
 
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        (
+            "terminations",
+            lambda e: e.create_dataset("terminations", (10**11,), "?", chunks=(1000,)),
+            "claims shape",
+        ),
+        ("terminations", lambda e: e.create_group("terminations"), "terminations: expected an array, got a group"),
+        ("truncations", lambda e: e.create_dataset("truncations", data=True), "expected numbers or bools, one row"),
+        (
+            "truncations",
+            lambda e: e.create_dataset("truncations", data=np.zeros((4, 1))),
+            "expected one flag a step",
+        ),
+        (
+            "truncations",
+            lambda e: e.create_dataset("truncations", data=np.zeros(4, "S1")),
+            "expected numbers or bool",
+        ),
+        ("rewards", lambda e: e.attrs.__setitem__("trajstore_metadata", "[" * 100_000), "is not JSON"),
+    ],
+)
+def test_flags_and_metadata_are_held_to_what_they_should_be(root, name, spoil, message):
+    path = plain(root)
+    with h5py.File(path / "data" / "main_data.hdf5", "a") as file:
+        del file["episode_0"][name]
+        spoil(file["episode_0"])
+    with pytest.raises((FormatError, DataError), match=message):
+        open_source(path).read("episode_0")
+
+
+def test_an_episode_that_is_no_group_is_refused(root):
+    path = plain(root)
+    with h5py.File(path / "data" / "main_data.hdf5", "a") as file:
+        del file["episode_0"]
+        file["episode_0"] = np.zeros(4)
+    with pytest.raises(FormatError, match="episode_0: expected a group, got an array"):
+        open_source(path).read("episode_0")
+
+
+def test_attributes_that_can_not_be_stored_may_be_left_out(root):
+    path = plain(root)
+    with h5py.File(path / "data" / "main_data.hdf5", "a") as file:
+        file["episode_0"].attrs["where"] = file["episode_1"].ref
+    with pytest.raises(DataError, match=r"'where'.*leave it out with skip"):
+        open_source(path).read("episode_0")
+    assert "where" not in open_source(path, skip=["where"]).read("episode_0").metadata
+
+
+def test_an_episode_without_steps_is_refused_saying_so(root):
+    path = plain(root)
+    with h5py.File(path / "data" / "main_data.hdf5", "a") as file:
+        for name in ("terminations", "truncations"):
+            del file[f"episode_0/{name}"]
+            file[f"episode_0/{name}"] = np.zeros(0, bool)
+    with pytest.raises(DataError, match="episode 'episode_0': it has no steps"):
+        open_source(path).read("episode_0")
+
+
 def test_arrays_that_the_spaces_do_not_name_are_refused(root):
     path = plain(root)
     with h5py.File(path / "data" / "main_data.hdf5", "a") as file:
@@ -373,6 +433,15 @@ def test_metadata_of_a_store_come_back(root):
     export_episodes(some_store(root), open_sink(root / "own-v0"))
     found = open_source(root / "own-v0").read("episode_0").metadata
     assert (found["task"], found["score"]) == ({"name": "x"}, 0.5)
+
+
+def test_text_that_hdf5_would_cut_off_comes_back(root):
+    sink = open_sink(root / "own-v0")
+    steps = {"observation": np.zeros((3, 2), np.float32), "action": np.zeros(2, np.int64), "reward": np.zeros(2)}
+    sink.write(Episode("a", steps, terminated=True, metadata={"note": "a\0b", "plain": "c"}))
+    sink.finish()
+    found = open_source(root / "own-v0").read("episode_0").metadata
+    assert (found["note"], found["plain"]) == ("a\0b", "c")
 
 
 def test_other_fields_stand_among_the_infos_and_come_back_by_their_names(root):

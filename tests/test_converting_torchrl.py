@@ -367,8 +367,42 @@ def test_a_buffer_with_more_room_goes_on_after_an_export(tmp_path):
 
 
 def test_a_capacity_that_is_too_small_is_refused(tmp_path):
-    with pytest.raises(DataError, match="at least the 12 steps"):
+    with pytest.raises(DataError, match="at least the 8 steps so far, got 5"):
         export_episodes(store_of(tmp_path), open_sink(tmp_path / "dump", capacity=5))
+    report = export_episodes(tmp_path / "store", open_sink(tmp_path / "dump", capacity=12))  # goes on with another
+    assert (report.n_skipped, report.n_episodes) == (1, 2)
+
+
+@pytest.mark.parametrize("options", [{"capacity": "abc"}, {"capacity": 0}, {"batch_size": 2.5}])
+def test_counts_that_are_none_are_refused_before_anything_is_written(options, tmp_path):
+    with pytest.raises(DataError, match="expected a positive whole number"):
+        open_sink(tmp_path / "dump", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_rewards_at_the_root_and_of_the_next_step_come_back_both(tmp_path):
+    number = torch.arange(6.0)[:, None]
+    done = number == 5
+    after = {"observation": number + 1, "reward": number + 10, "done": done, "terminated": done}
+    data = TensorDict({"observation": number, "reward": number + 9, "next": after}, batch_size=[6])
+    buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(6), batch_size=2)
+    buffer.extend(data.clone())
+    buffer.dumps(tmp_path / "dump")
+    import_episodes(open_source(tmp_path / "dump"), tmp_path / "store")
+    again = tmp_path / "again"
+    report = export_episodes(tmp_path / "store", open_sink(again), reread=lambda: open_source(again))
+    assert report.n_verified == 1
+    other = TensorDictReplayBuffer(storage=LazyTensorStorage(6), batch_size=2)
+    other.loads(again)
+    for key in ("observation", "reward", ("next", "observation"), ("next", "reward")):
+        assert torch.equal(other[:][key], data[key]), key
+
+
+def test_fields_that_would_get_one_place_are_refused(tmp_path):
+    observation = np.arange(6, dtype=np.float32).reshape(3, 2)
+    steps = {"observation": observation, "action": np.zeros(2), "next": {"observation": observation[1:]}}
+    with pytest.raises(DataError, match="two fields would both be called 'next/observation'"):
+        open_sink(tmp_path / "dump").write(Episode("a", steps))
 
 
 def test_what_was_exported_comes_back_the_same(tmp_path):
@@ -464,7 +498,7 @@ def test_a_line_of_the_journal_that_was_torn_does_not_count(tmp_path):
 def test_an_export_is_not_gone_on_with_other_options(tmp_path):
     open_sink(tmp_path / "dump").abandon()
     with pytest.raises(DataError, match="was begun as"):
-        open_sink(tmp_path / "dump", capacity=7)
+        open_sink(tmp_path / "dump", drop_last=True)
 
 
 def test_a_place_that_is_taken_is_refused(tmp_path):

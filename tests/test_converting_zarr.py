@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import zarr
 
 import trajstore
 from trajstore.converting import diffusion_policy_sink
+from trajstore.converting.decoded_size import is_larger
 from trajstore.converting.diffusion_policy import open_in_place, open_sink, open_source
 from trajstore.converting.engine import export_episodes, import_episodes
 from trajstore.errors import (
@@ -429,8 +431,14 @@ def test_an_array_that_is_too_short_is_refused(buffer: Path) -> None:
         ({"dtype": "<U5"}, "expected numbers or bools, got dtype '<U5'"),
         ({"dtype": 3}, "expected numbers or bools, got dtype 3"),
         ({"shape": [1 << 50, 5]}, "claims shape .*, more than its chunks can hold"),
-        ({"shape": [20, "5"]}, "expected a shape"),
-        ({"chunks": [0]}, "can't be read"),
+        ({"shape": [20, "5"]}, "expected shape of at least 0"),
+        ({"shape": "20"}, "expected shape as a list"),
+        ({"chunks": [0]}, "expected chunks of at least 1"),
+        ({"chunks": [5]}, "can't be read"),
+        ({"chunks": [1 << 40, 5]}, "claims chunks .*, more than its chunks can hold"),
+        ({"filters": 5}, "expected filters as a list"),
+        ({"filters": [{"id": "zlib"}]}, "is encoded by 'zlib'; expected one of delta, shuffle"),
+        ({"compressor": {"id": ["blosc"]}}, "is encoded by"),
     ],
 )
 def test_metadata_that_is_hostile_or_can_not_be_kept_is_refused(
@@ -500,3 +508,47 @@ def test_other_places_are_refused_with_their_name(tmp_path: Path, buffer: Path) 
     put(buffer, "meta/other", np.zeros(3))
     with pytest.raises(FormatError, match=r"expected meta/episode_ends, got \['other'\]"):
         open_in_place(buffer)
+
+
+# ---- chunks that become larger than they may -----------------------------------------------------------
+
+N_BOMB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "codec", [numcodecs.Zlib(), numcodecs.GZip(), numcodecs.BZ2(), numcodecs.LZMA(), numcodecs.LZ4()]
+)
+def test_a_chunk_that_would_become_larger_than_chunks_are_is_not_decoded(codec: Any, buffer: Path) -> None:
+    for chunk in (buffer / "data/state").glob("[0-9]*"):
+        chunk.write_bytes(codec.encode(bytes(N_BOMB)))
+    rewrite(buffer, "data/state", compressor=codec.get_config())
+    with pytest.raises(CorruptionError, match=r"data/state: rows 0 to 4 .* is damaged, or larger than"):
+        open_in_place(buffer).read_episode(0)
+
+
+@pytest.mark.parametrize("n_bytes", [1, 255, 256, 70_000, N_BOMB])
+@pytest.mark.parametrize(
+    "codec",
+    [numcodecs.Blosc(), numcodecs.Zstd(), numcodecs.LZ4(), numcodecs.Zlib(), numcodecs.BZ2(), numcodecs.LZMA()],
+)
+def test_sizes_are_told_before_anything_is_decoded(codec: Any, n_bytes: int) -> None:
+    data = bytes(codec.encode(np.random.default_rng(0).integers(0, 3, n_bytes).astype(np.uint8)))
+    assert not is_larger(codec.codec_id, data, n_bytes)
+    assert is_larger(codec.codec_id, data, n_bytes - 1)
+
+
+@pytest.mark.parametrize("codec", ["blosc", "lz4"])
+def test_a_chunk_that_does_not_say_its_size_is_taken_to_be_too_large(codec: str) -> None:
+    assert is_larger(codec, b"abc", 10**9)
+    assert is_larger("gzip", 2 * gzip.compress(b""), 10**9)
+    assert is_larger("zstd", b"\x28\xb5\x2f\xfd\x00\x58", 10**9)  # a frame that does not say its size
+
+
+def test_an_entry_of_a_zip_file_that_would_become_too_large_is_refused(buffer: Path, tmp_path: Path) -> None:
+    target = tmp_path / "buffer.zarr.zip"
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as file:
+        for path in filter(Path.is_file, buffer.rglob("*")):
+            is_chunk = path.parent.name == "state" and not path.name.startswith(".")
+            file.writestr(str(path.relative_to(buffer)), bytes(8 << 20) if is_chunk else path.read_bytes())
+    with pytest.raises(FormatError, match="data/state has a file of 8388608 bytes, more than a chunk takes"):
+        open_in_place(target)

@@ -6,18 +6,19 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from trajstore.commands import FINE, Facts, progress_bar, show
 from trajstore.converting.engine import Report, export_episodes, import_episodes
 from trajstore.converting.formats import FORMATS, Format
-from trajstore.errors import DataError
+from trajstore.errors import DataError, TrajstoreError
 from trajstore.store import open as open_store
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
+T = TypeVar("T")
 _OPTION = "An option of the format, as Python's function has it."
 _STORAGE_OPTION = "An option of the store's storage backend. Never shown back."
 
@@ -69,7 +70,7 @@ def _importer(kind: Format, shell: Shell) -> Callable[..., None]:
             options = _checked(kind, "open_source", _options(option) | ({"skip": skip} if skip else {}))
             storage_options = shell.storage_options(storage_option)
             with (
-                contextlib.closing(kind.open_source(source, **options)) as dataset,
+                contextlib.closing(_opened(kind.open_source, source, options)) as dataset,
                 progress_bar("episodes") as progress,
             ):
                 report = import_episodes(
@@ -102,7 +103,7 @@ def _exporter(kind: Format, shell: Shell) -> Callable[..., None]:
             with progress_bar("episodes") as progress:
                 report = export_episodes(
                     store,
-                    kind.open_sink(target, **options),
+                    _opened(kind.open_sink, target, options),
                     fields=fields.split(",") if fields else None,
                     reread=(lambda: kind.open_source(target)) if verify else None,
                     progress=progress,
@@ -138,11 +139,31 @@ def _options(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _checked(kind: Format, opener: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Refuse options that a format does not have."""
-    known = list(inspect.signature(getattr(import_module(kind.module), opener)).parameters)[1:]
+    """Refuse options that a format does not have; one name stands for a list of it."""
+    parameters = inspect.signature(getattr(import_module(kind.module), opener)).parameters
+    known = list(parameters)[1:]
     if unknown := [name for name in options if name not in known]:
         raise DataError(f"option {unknown[0]!r}: expected one of {', '.join(known) or 'none'}")
-    return options
+    takes_names = [name for name in options if "Collection[str]" in str(parameters[name].annotation)]
+    return options | {name: _names(name, options[name]) for name in takes_names}
+
+
+def _names(option: str, value: Any) -> list[str]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise DataError(f"option {option!r}: expected a name, or a list of names as JSON, got {value!r:.80}")
+    return names
+
+
+def _opened(opener: Callable[..., T], path: str, options: Mapping[str, Any]) -> T:
+    """What the format opens; a value that it can't make sense of is one line, as other wrong input is."""
+    try:
+        return opener(path, **options)
+    except TrajstoreError:
+        raise
+    except (TypeError, ValueError) as error:
+        given = ", ".join(f"{name}={value!r:.40}" for name, value in options.items())
+        raise DataError(f"option: {error}; got {given or 'none'}") from error
 
 
 def _show(console: "Console", facts: Facts) -> None:

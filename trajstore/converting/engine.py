@@ -260,7 +260,7 @@ def export_episodes(
 
     Raises:
         DataError: An episode has no place in the other format; nothing appears under the dataset's name.
-        CorruptionError: What was written is not what the store has.
+        CorruptionError: What was written, and stays under the dataset's name, is not what the store has.
     """
     opened = store if isinstance(store, Store) else open_store(store, storage_options=storage_options)
     chosen = _Chosen(opened.snapshot, _rows(opened.episodes, where), fields)
@@ -318,7 +318,11 @@ class _Chosen:
             raise DataError(f"{url} has no such episodes")
         schema = self.snapshot.schema
         assert schema is not None  # there are episodes
-        if all(schema[path].final for path in selected_paths(schema, self.fields)):
+        try:
+            paths = selected_paths(schema, self.fields)
+        except KeyError as error:
+            raise DataError(f"{url}: {error.args[0]}") from error
+        if all(schema[path].final for path in paths):
             raise DataError(f"{url}: every field chosen has final values, so nobody could tell steps from them")
 
     def episode(self, n: int) -> Episode:

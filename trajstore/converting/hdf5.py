@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,11 +18,12 @@ from trajstore.converting.unfinished import Unfinished, sync_file
 from trajstore.errors import DataError, FormatError, MissingExtraError, StoreNotFoundError
 from trajstore.schema import DTYPES, MAX_METADATA_BYTES, Array
 
-_MAX_DEPTH = 16  # of groups; links may make circles
+_MAX_DEPTH = 16  # of groups
+_MAX_NODES = 10_000  # groups and arrays of a dataset or an episode
 _MAX_RATIO = 2000  # of an array to its file: more than any filter of HDF5's own can do
 _MIN_BOUND = 1 << 26  # bytes
 _MAX_SMALL_BYTES = MAX_METADATA_BYTES // 2  # as base64 it takes a third more
-_PART_BYTES = 1 << 26  # of an export: what a kill may lose
+_PART_BYTES, _PART_S = 1 << 26, 10.0  # of an export: what a kill may lose
 
 
 def library() -> Any:
@@ -78,18 +80,47 @@ def child(group: Any, name: str) -> Any:
 
 
 def walk(group: Any, skip: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The arrays below a group, by path; none is read."""
+    """The arrays below a group, by path; none is read.
+
+    Raises:
+        FormatError: Groups or arrays have several names, which could make millions of a few, or are too many.
+    """
+    if not isinstance(group, library().Group):
+        raise FormatError(f"{place(group)}: expected a group, got an array")
+    return _walk(group, skip, prefix, {_address(group): prefix})
+
+
+def _walk(group: Any, skip: Collection[str], prefix: str, seen: dict[int, str]) -> Iterator[tuple[str, Any]]:
     if prefix.count("/") > _MAX_DEPTH:
         raise FormatError(f"{place(group)}: groups are nested deeper than {_MAX_DEPTH} levels")
     for name in group:
+        if not isinstance(name, str):
+            raise FormatError(f"{place(group)}: expected names in UTF-8, got {name!r:.80}")
         path = prefix + name
         if is_skipped(path, skip):
             continue
         node = child(group, name)
+        _note(node, path, seen)
         if isinstance(node, library().Group):
-            yield from walk(node, skip, f"{path}/")
+            yield from _walk(node, skip, f"{path}/", seen)
         else:
             yield path, node
+
+
+def _note(node: Any, path: str, seen: dict[int, str]) -> None:
+    first = seen.setdefault(_address(node), path)
+    if first != path:
+        raise FormatError(
+            f"{place(node)} is there twice, as '{first or '/'}' and as '{path}'; leave one out with skip=['{path}']"
+        )
+    if len(seen) > _MAX_NODES:
+        raise FormatError(f"{place(node)}: expected at most {_MAX_NODES} groups and arrays")
+
+
+def _address(node: Any) -> int:
+    """Where it stands in the file, whatever it is called."""
+    address: int = library().h5o.get_info(node.id).addr
+    return address
 
 
 def arrays(group: Any, skip: Collection[str]) -> dict[str, Any]:
@@ -100,19 +131,38 @@ def arrays(group: Any, skip: Collection[str]) -> dict[str, Any]:
     """
     found = dict(walk(group, skip))
     for path, array in found.items():
-        _check_array(array, path)
+        check_array(array, path)
+    claimed, bound = sum(array.size * array.dtype.itemsize for array in found.values()), _bound(group)
+    if claimed > bound:
+        raise FormatError(f"{place(group)}: arrays claim {claimed} bytes, more than a file of this size can hold")
     return found
 
 
-def _check_array(array: Any, path: str) -> None:
+def check_array(array: Any, path: str) -> None:
+    """See that it is an array of numbers, of no more than its file can hold.
+
+    Raises:
+        DataError: It is none.
+        FormatError: It claims more.
+    """
+    if not isinstance(array, library().Dataset):
+        raise FormatError(f"{place(array)}: expected an array, got a group")
     if array.dtype.name not in DTYPES or not array.ndim:
         raise DataError(
             f"{place(array)}: expected numbers or bools, one row a step, got {array.dtype} of shape {array.shape};"
             f" leave it out with skip=['{path}']"
         )
-    bound = max(_MIN_BOUND, _MAX_RATIO * Path(array.file.filename).stat().st_size)
-    if array.size * array.dtype.itemsize > bound:
+    check_size(array)
+
+
+def check_size(array: Any) -> None:
+    """See that an array, of whatever kind, claims no more than its file can hold."""
+    if array.size is None or array.size * array.dtype.itemsize > _bound(array):
         raise FormatError(f"{place(array)} claims shape {array.shape}, more than a file of this size can hold")
+
+
+def _bound(node: Any) -> int:
+    return max(_MIN_BOUND, _MAX_RATIO * Path(node.file.filename).stat().st_size)
 
 
 def rows(array: Any, start: int, stop: int) -> Array:
@@ -154,6 +204,7 @@ class Parts:
         self._unfinished = unfinished
         self._file: Any = None  # the part that is open
         self._keys: list[str] = []  # of the episodes in it
+        self._opened_at = 0.0
 
     @staticmethod
     def begin(path: str | os.PathLike[str], about: str) -> Parts:
@@ -175,6 +226,7 @@ class Parts:
         """Add an episode, as a group that ``fill`` writes."""
         if self._file is None:
             self._file = library().File(self._path(self._n_closed), "w")
+            self._opened_at = time.monotonic()
         name = str(len(self._keys))
         try:
             fill(self._file.create_group(name))
@@ -182,7 +234,7 @@ class Parts:
             del self._file[name]
             raise
         self._keys.append(key)
-        if self._file.id.get_filesize() >= _PART_BYTES:
+        if self._file.id.get_filesize() >= _PART_BYTES or time.monotonic() - self._opened_at >= _PART_S:
             self.flush()
 
     def flush(self) -> None:

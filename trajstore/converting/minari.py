@@ -31,7 +31,7 @@ def open_source(path: str | os.PathLike[str], *, skip: Collection[str] = ()) -> 
     Args:
         path: Its directory, or ``data`` in it.
         skip: Fields to leave out, or groups of them, by the name that they get (``info``) or have (``infos``);
-            ``dataset``: what metadata.json says, which is long where the spaces are.
+            ``dataset``: what metadata.json says, which is long where the spaces are. Attributes of episodes too.
     """
     place = Path(path).absolute()
     place = place if (place / "metadata.json").is_file() else place / "data"
@@ -112,6 +112,10 @@ class MinariSource:
 
 def _ends(raw: Raw) -> tuple[bool, bool]:
     """Whether the last step terminated the episode, and whether it was truncated there."""
+    if not raw.n_steps:
+        raise DataError(
+            "it has no steps; expected one at least. Take it out of the dataset, or out of a copy, first"
+        )
     for name, flags in raw.ends.items():
         _check_rows(name, flags, raw.n_steps)
         if flags[:-1].any():
@@ -127,5 +131,5 @@ def _check_lengths(raw: Raw) -> None:
 
 
 def _check_rows(what: str, rows: Array, n: int) -> None:
-    if len(rows) != n or not n:
+    if len(rows) != n:
         raise DataError(f"{what}: expected {n} rows, got {len(rows)}")

@@ -79,11 +79,11 @@ class Hdf5Episodes:
     def read(self, key: str) -> Raw:
         group = hdf5.child(self._file, key)
         found = hdf5.arrays(group, [*self._skip, *self._images, *ENDS])
-        ends = {ours: _all(hdf5.child(group, theirs)) for theirs, ours in ENDS.items()}
+        ends = {ours: _flags(hdf5.child(group, theirs), theirs) for theirs, ours in ENDS.items()}
         fields = {self._name(path, array): _all(array) for path, array in found.items()}
         for path, shape in self._images.items():
-            fields[self._names[path]] = decoded(self._names[path], _at(group, path)[()], shape, "JPEG")
-        return Raw(fields, ends, _metadata(group))
+            fields[self._names[path]] = decoded(self._names[path], _encoded(group, path), shape, "JPEG")
+        return Raw(fields, ends, _metadata(group, self._skip))
 
     def close(self) -> None:
         self._file.close()
@@ -102,16 +102,29 @@ def _all(array: Any) -> Array:
     return hdf5.rows(array, 0, len(array))
 
 
-def _at(group: Any, path: str) -> Any:
+def _flags(array: Any, path: str) -> Array:
+    hdf5.check_array(array, path)
+    if array.ndim != 1:
+        raise FormatError(f"{hdf5.place(array)}: expected one flag a step, got shape {array.shape}")
+    return _all(array)
+
+
+def _encoded(group: Any, path: str) -> Any:
+    """Images as bytes, one a step."""
     for name in path.split("/"):
+        if not isinstance(group, hdf5.library().Group):
+            raise FormatError(f"{hdf5.place(group)}: expected a group, got an array")
         group = hdf5.child(group, name)
-    return group
+    if not isinstance(group, hdf5.library().Dataset) or group.ndim != 1:
+        raise FormatError(f"{hdf5.place(group)}: expected one image a step")
+    hdf5.check_size(group)
+    return group[()]
 
 
-def _metadata(group: Any) -> dict[str, Any]:
-    known = hdf5.attributes(group)
+def _metadata(group: Any, skip: Collection[str]) -> dict[str, Any]:
+    known = hdf5.attributes(group, skip)
     text = known.pop(METADATA_ATTRIBUTE, "{}")
     try:
         return {**known, **json.loads(text)}
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"{hdf5.place(group)}: attribute {METADATA_ATTRIBUTE} is not JSON: {error}") from error

@@ -206,7 +206,9 @@ def _put_ends(group: Any, episode: Episode, n_steps: int, has_end: bool) -> None
 def _put_metadata(group: Any, metadata: Mapping[str, Any]) -> None:
     """Numbers and text as attributes, anything else as JSON in one of them."""
     exact = {name: restored(value) for name, value in metadata.items() if name not in ("dataset", "truncated")}
-    plain = {k: v for k, v in exact.items() if isinstance(v, (bool, int, float, str, np.ndarray))}
+    plain = {
+        k: v for k, v in exact.items() if isinstance(v, (bool, int, float, str, np.ndarray)) and not _has_nul(v)
+    }
     if others := {name: metadata[name] for name in exact if name not in plain}:
         plain[METADATA_ATTRIBUTE] = json.dumps(others)
     for name, value in plain.items():
@@ -214,3 +216,8 @@ def _put_metadata(group: Any, metadata: Mapping[str, Any]) -> None:
             group.attrs[name] = value
         except (OSError, RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"metadata '{name}' can't be an attribute of HDF5: {error}") from error
+
+
+def _has_nul(value: Any) -> bool:
+    """Whether it is text that HDF5 would cut off."""
+    return isinstance(value, str) and "\0" in value

@@ -39,14 +39,16 @@ def open_sink(
         drop_last: Leave out the last step of episodes that have no final observation, for which there is no next
             one. Otherwise they are refused.
     """
+    for name, count in (("capacity", capacity), ("batch_size", batch_size)):
+        if count is not None and (type(count) is not int or count < 1):
+            raise DataError(f"{name}: expected a positive whole number, got {count!r}")
     about = {
         "format": "torchrl",
-        "capacity": capacity,
         "batch_size": batch_size,
         "observations": None if observations is None else sorted(observations),
         "drop_last": drop_last,
     }
-    return TorchRLSink(Unfinished.begin(path, about), about)
+    return TorchRLSink(Unfinished.begin(path, about), {**about, "capacity": capacity})
 
 
 class TorchRLSink:
@@ -72,6 +74,7 @@ class TorchRLSink:
         entries = self._transitions(readable_arrays(episode.steps), episode)
         n_rows = len(entries["next/done"])
         self._check_layout(entries)
+        self._check_capacity(self._n_rows + n_rows)
         for path, rows in entries.items():
             file = self._file(path)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,9 +90,8 @@ class TorchRLSink:
         if not self._n_rows:
             raise DataError(f"{self.display}: there are no steps to write")
         self._note()
+        self._check_capacity(self._n_rows)
         capacity = self._options["capacity"] or self._n_rows
-        if capacity < self._n_rows:
-            raise DataError(f"capacity: expected at least the {self._n_rows} steps that there are, got {capacity}")
         for path, (_, _, row_bytes) in self._layout.items():
             os.truncate(self._file(path), capacity * row_bytes)
         self._describe(capacity)
@@ -98,6 +100,11 @@ class TorchRLSink:
     def abandon(self) -> None:
         self._note()
 
+    def _check_capacity(self, n_rows: int) -> None:
+        capacity = self._options["capacity"]
+        if capacity is not None and capacity < n_rows:
+            raise DataError(f"capacity: expected at least the {n_rows} steps so far, got {capacity}")
+
     # ---- what is written
 
     def _transitions(self, flat: Mapping[str, Array], episode: Episode) -> dict[str, Array]:
@@ -105,11 +112,13 @@ class TorchRLSink:
         if taken := [path for path in flat if path in _OWN]:
             raise DataError(f"field '{taken[0]}' has the name of what TorchRL keeps there itself")
         n_rows, n_steps = length_of(flat), self._n_transitions(flat)
+        # A dump may have rewards at the root as well: those of the step before.
+        moved = {"reward": "next/reward"} if "next/reward" not in flat else {}
         entries: dict[str, Array] = {}
         for path, rows in flat.items():
-            entries[_moved(path)] = _shaped(path, rows[:n_steps])
+            _put(entries, moved.get(path, path), _column(rows[:n_steps]) if path in moved else rows[:n_steps])
             if self._has_next(path, flat):
-                entries[f"next/{path}"] = rows[1 : n_steps + 1]
+                _put(entries, f"next/{path}", rows[1 : n_steps + 1])
         ends = {"terminated": episode.terminated, "truncated": _is_truncated(episode)}
         for name, is_set in {"done": any(ends.values()), **ends}.items():
             flags = np.zeros((n_steps, 1), bool)
@@ -186,13 +195,15 @@ class TorchRLSink:
         _dump(place / "buffer_metadata.json", {"batch_size": self._options["batch_size"]})
 
 
-def _moved(path: str) -> str:
-    return "next/reward" if path == "reward" else path
+def _put(entries: dict[str, Array], path: str, rows: Array) -> None:
+    if path in entries:
+        raise DataError(f"two fields would both be called '{path}' in a dump; choose others with fields=")
+    entries[path] = rows
 
 
-def _shaped(path: str, rows: Array) -> Array:
+def _column(rows: Array) -> Array:
     """Rewards are columns there."""
-    return rows[:, None] if path == "reward" and rows.ndim == 1 else rows
+    return rows[:, None] if rows.ndim == 1 else rows
 
 
 def _is_truncated(episode: Episode) -> bool:

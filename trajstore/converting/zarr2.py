@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -13,14 +14,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trajstore.converting.decoded_size import is_larger
 from trajstore.errors import CorruptionError, DataError, FormatError, MissingExtraError, StoreNotFoundError
 from trajstore.schema import DTYPES, Array
 
-_CODECS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd", "shuffle", "delta"})  # none runs code
+_COMPRESSORS = frozenset({"blosc", "bz2", "gzip", "lz4", "lzma", "zlib", "zstd"})  # none runs code
+_FILTERS = frozenset({"shuffle", "delta"})
 _IMAGES = "imagecodecs_"  # what codecs of that package are called
 _MAX_METADATA_BYTES = 1 << 20
 _MAX_RATIO = 200_000  # of an array to its chunks: zeros are made that small
 _MIN_BOUND = 1 << 26  # bytes; so large an array may be whatever its chunks are
+_MAX_FILTERED = 16  # times a chunk: a filter may keep bytes as complex numbers
+_SLACK_BYTES = 1 << 16  # of any chunk, for headers
 _KINDS_OF_TEXT = "SU"
 
 
@@ -39,10 +44,12 @@ class Files(Protocol):
             KeyError: There is none.
         """
 
-    def n_bytes(self, group: str) -> int:
-        """Size of the files in a group."""
+    def sizes(self, group: str) -> list[int]:
+        """Sizes of the files below a group."""
 
-    def open_array(self, path: str) -> Any: ...
+    @property
+    def store(self) -> Any:
+        """The same, as Zarr has it."""
 
     def close(self) -> None: ...
 
@@ -77,12 +84,12 @@ class _Directory:
         except FileNotFoundError as error:
             raise KeyError(key) from error
 
-    def n_bytes(self, group: str) -> int:
-        with os.scandir(self._path / group) as found:
-            return sum(entry.stat().st_size for entry in found)
+    def sizes(self, group: str) -> list[int]:
+        return [file.stat().st_size for file in (self._path / group).rglob("*") if file.is_file()]
 
-    def open_array(self, path: str) -> Any:
-        return import_module("zarr").open_array(str(self._path), path=path, mode="r", zarr_format=2)
+    @property
+    def store(self) -> Any:
+        return import_module("zarr").storage.LocalStore(self._path, read_only=True)
 
     def close(self) -> None:
         """Nothing stays open."""
@@ -94,7 +101,7 @@ class _Zip:
         with zipfile.ZipFile(path) as file:
             self._sizes = {info.filename: info.file_size for info in file.infolist()}
         self._path = path
-        self._store = import_module("zarr").storage.ZipStore(path, mode="r")
+        self.store = import_module("zarr").storage.ZipStore(path, mode="r")
 
     def children(self, group: str) -> list[str]:
         prefix = f"{group}/" if group else ""
@@ -105,14 +112,11 @@ class _Zip:
         with zipfile.ZipFile(self._path) as file, file.open(key) as entry:
             return entry.read(_MAX_METADATA_BYTES + 1)
 
-    def n_bytes(self, group: str) -> int:
-        return sum(size for key, size in self._sizes.items() if key.startswith(f"{group}/"))
-
-    def open_array(self, path: str) -> Any:
-        return import_module("zarr").open_array(self._store, path=path, mode="r", zarr_format=2)
+    def sizes(self, group: str) -> list[int]:
+        return [size for key, size in self._sizes.items() if key.startswith(f"{group}/")]
 
     def close(self) -> None:
-        self._store.close()
+        self.store.close()
 
 
 def open_array(files: Files, path: str) -> Any:
@@ -135,17 +139,57 @@ def open_array(files: Files, path: str) -> Any:
 
 def _opened(files: Files, path: str, metadata: dict[str, Any], dtype: np.dtype[Any]) -> Any:
     where = f"{files.display}: {path}"
-    for codec in (metadata.get("compressor"), *(metadata.get("filters") or ())):
-        _check_codec(where, codec)
-    shape = metadata.get("shape")
-    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
-        raise FormatError(f"{where}: expected a shape, got {shape!r:.60}")
-    if math.prod(shape) * dtype.itemsize > max(_MIN_BOUND, _MAX_RATIO * files.n_bytes(path)):
-        raise FormatError(f"{where} claims shape {shape}, more than its chunks can hold; leave it out with skip")
+    compressor = _codec(where, metadata.get("compressor"), _COMPRESSORS)
+    filters = metadata.get("filters")
+    for codec in _listed(where, "filters", [] if filters is None else filters):
+        _codec(where, codec, _FILTERS)
+    sizes = files.sizes(path)
+    bound = max(_MIN_BOUND, _MAX_RATIO * sum(sizes))
+    for name, least in (("shape", 0), ("chunks", 1)):
+        lengths = _listed(where, name, metadata.get(name))
+        if not all(type(n) is int and n >= least for n in lengths):
+            raise FormatError(f"{where}: expected {name} of at least {least}, got {lengths!r:.60}")
+        if math.prod(lengths) * dtype.itemsize > bound:
+            raise FormatError(
+                f"{where} claims {name} {lengths}, more than its chunks can hold; leave it out with skip"
+            )
+    most = _MAX_FILTERED * math.prod(metadata["chunks"]) * dtype.itemsize + _SLACK_BYTES
+    if max(sizes) > max(most, _MAX_METADATA_BYTES):
+        raise FormatError(
+            f"{where} has a file of {max(sizes)} bytes, more than a chunk takes; leave it out with skip"
+        )
+    zarr = import_module("zarr")
     try:
-        return files.open_array(path)
-    except (ValueError, TypeError, KeyError) as error:
+        store = _bounded(zarr.storage.WrapperStore)(files.store, compressor, most)
+        return zarr.open_array(store, path=path, mode="r", zarr_format=2)
+    except (ValueError, TypeError, KeyError, ArithmeticError) as error:
         raise FormatError(f"{where} can't be read: {error}") from error
+
+
+@functools.cache
+def _bounded(wrapper: Any) -> Any:
+    """A store of Zarr that gives out no chunk which would become larger than chunks are."""
+
+    class Bounded(wrapper):  # type: ignore[misc]
+        def __init__(self, store: Any, codec: str, n_bytes: int) -> None:
+            super().__init__(store)
+            self._bounds = codec, n_bytes
+
+        async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+            found = await super().get(key, prototype, byte_range)
+            codec, n_bytes = self._bounds
+            is_chunk = not key.rpartition("/")[2].startswith(".z")
+            if found is not None and is_chunk and is_larger(codec, found.to_bytes(), n_bytes):
+                raise ValueError(f"chunk '{key}' is damaged, or larger than {n_bytes} bytes")
+            return found
+
+    return Bounded
+
+
+def _listed(where: str, name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise FormatError(f"{where}: expected {name} as a list, got {value!r:.60}")
+    return value
 
 
 def _metadata(files: Files, path: str) -> dict[str, Any]:
@@ -169,14 +213,16 @@ def _dtype(name: object) -> np.dtype[Any] | None:
     return None
 
 
-def _check_codec(where: str, codec: Any) -> None:
+def _codec(where: str, codec: Any, known: frozenset[str]) -> str:
+    """Its name; empty: there is none."""
     if codec is None:
-        return
+        return ""
     name = codec.get("id") if isinstance(codec, dict) else codec
     if isinstance(name, str) and name.startswith(_IMAGES):
         _register_images(where, name)
-    elif name not in _CODECS:
-        raise FormatError(f"{where} is encoded by {name!r:.60}; expected one of {', '.join(sorted(_CODECS))}")
+    elif not isinstance(name, str) or name not in known:
+        raise FormatError(f"{where} is encoded by {name!r:.60}; expected one of {', '.join(sorted(known))}")
+    return name
 
 
 def _register_images(where: str, name: str) -> None:
@@ -188,10 +234,14 @@ def _register_images(where: str, name: str) -> None:
 
 def read(array: Any, start: int, stop: int, where: str) -> Array:
     """Rows of an array, in the byte order of this machine."""
+    return _selected(array, slice(start, stop), f"{where}: rows {start} to {stop}")
+
+
+def _selected(array: Any, selection: Any, what: str) -> Array:
     try:
-        values = np.asarray(array[start:stop])
+        values = np.asarray(array[selection])
     except (ValueError, RuntimeError, OSError) as error:
-        raise CorruptionError(f"{where}: rows {start} to {stop} can't be read: {error}") from error
+        raise CorruptionError(f"{what} can't be read: {error}") from error
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
@@ -208,4 +258,4 @@ def read_small(files: Files, path: str) -> Array:
     array = _opened(files, path, metadata, dtype)
     if array.size * dtype.itemsize > _MIN_BOUND:
         raise DataError(f"{files.display}: {path} has {array.size} values; leave it out with skip=['{path}']")
-    return np.asarray(array[...])
+    return _selected(array, ..., f"{files.display}: {path}")

@@ -14,6 +14,7 @@ from torchrl.data.replay_buffers import Sequence
 from trajstore.compat.private import forget, private_url
 from trajstore.compat.torchrl.ted import Block, assemble, differs, parse
 from trajstore.errors import DataError
+from trajstore.intake import Intake
 from trajstore.priorities import Priorities
 from trajstore.replay import ReplayBuffer as Buffer
 from trajstore.schema import flatten, nest
@@ -81,18 +82,25 @@ class ReplayBuffer:
             Handles of the rows, ``[T, 3]`` or ``[B, T, 3]``.
 
         Raises:
-            DataError: Within a trajectory, what follows a row is not what the next row holds; nothing was stored.
+            DataError: Within a trajectory, what follows a row is not what the next row holds, keys are not those of
+                the rows before, or there are too many rows for ``buffer_bytes``; nothing was changed.
         """
         block = parse(data)
-        self._end_left(block)
+        if not block.terminated.numel():
+            return torch.empty((*data.batch_size, 3), dtype=torch.int64)
+        steps, finals = (
+            nest({path: value.transpose(0, 1) for path, value in columns.items()})
+            for columns in (block.steps, block.finals)
+        )
+        if left := self._lanes_left(block):
+            self._check_block(steps, finals, block)
+            self._end(left)
         ends = block.terminated | block.truncated
-        by_time = {path: value.transpose(0, 1) for path, value in block.steps.items()}
-        finals = {path: value.transpose(0, 1) for path, value in block.finals.items()}
         handles = self.memory.extend(
-            nest(by_time),
+            steps,
             terminated=block.terminated.T.numpy(),
             truncated=block.truncated.T.numpy(),
-            final=nest(finals) if finals else None,
+            final=finals or None,
         )
         self._last = {path: value[:, -1].clone() for path, value in block.finals.items()}
         self._open = ~ends[:, -1]
@@ -105,8 +113,8 @@ class ReplayBuffer:
         """Append one row of one lane; returns its handle."""
         return self.extend(data.unsqueeze(0))[0]
 
-    def _end_left(self, block: Block) -> None:
-        """End the episodes of lanes that do not go on."""
+    def _lanes_left(self, block: Block) -> list[int]:
+        """Lanes whose open episodes do not go on."""
         n_lanes = len(block.terminated)
         goes_on = torch.zeros(len(self._open), dtype=torch.bool)
         goes_on[:n_lanes] = True
@@ -116,7 +124,24 @@ class ReplayBuffer:
             if first is None or first.shape[2:] != last.shape[1:] or first.dtype != last.dtype:
                 raise DataError(f"key {path!r}: expected it as before, at the root and under 'next'")
             goes_on[:n] &= ~differs(first[:n], last[:n, None]).cpu()[:, 0]
-        for lane in (self._open & ~goes_on).nonzero()[:, 0].tolist():
+        left: list[int] = (self._open & ~goes_on).nonzero()[:, 0].tolist()
+        return left
+
+    def _check_block(self, steps: dict[str, Any], finals: dict[str, Any], block: Block) -> None:
+        """Refuse what the memory would refuse, before anything that it could not undo is done."""
+        ends = block.terminated | block.truncated
+        intake, lead = Intake(self.memory.schema), tuple(ends.T.shape)
+        intake.steps(steps, lead, finals or None)
+        intake.finals(finals or None, lead)
+        n_rows = ends.numel() + (int(ends.sum()) if finals else 0)
+        with self.memory._writer.staged(blocking=True) as staging:
+            if staging is not None and n_rows > staging.capacity:
+                raise DataError(
+                    f"extend: expected at most {staging.capacity} rows, got {n_rows}; raise buffer_bytes"
+                )
+
+    def _end(self, lanes: list[int]) -> None:
+        for lane in lanes:
             final = nest({path: last[lane] for path, last in self._last.items()})
             self.memory.end_episode(lane, truncated=True, final=final or None)
             self._open[lane] = False

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from tensordict import is_tensor_collection
 
-from trajstore.compat.torchrl.layout import Leaves, to_leaves
+from trajstore.compat.torchrl.layout import TENSORDICT, Layout, Leaves, to_leaves, torch_dtype
 from trajstore.errors import DataError
 from trajstore.schema import Array
 
@@ -54,3 +54,23 @@ def slots_of(cursor: Any, n_slots: int, n_rows: int) -> Array:
 def _listed(index: Any) -> Array:
     array = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index).reshape(-1)
     return np.flatnonzero(array) if array.dtype == bool else array.astype(np.int64)
+
+
+def without_new_index(rows: Leaves, layout: Layout) -> Leaves:
+    """Rows without the key ``index``, which TorchRL adds in some calls and not in others, where it is no field."""
+    return {path: leaf for path, leaf in rows.items() if path in layout.fields or not _is_index(path)}
+
+
+def with_index(rows: Leaves, slots: Array, layout: Layout) -> Leaves:
+    """Rows with that key, which holds the slots, where it is a field and they lack it."""
+    lacking = {path: layout.fields[path] for path in layout.fields if _is_index(path) and path not in rows}
+    found = {
+        path: torch.from_numpy(slots).to(torch_dtype(field)).reshape(-1, *[1] * len(field.shape))
+        for path, field in lacking.items()
+    }
+    return rows | {path: leaf.expand(-1, *lacking[path].shape) for path, leaf in found.items()}
+
+
+def _is_index(path: str) -> bool:
+    root, _, key = path.partition("/")
+    return key == "index" and root.startswith(TENSORDICT)

@@ -13,8 +13,9 @@ from tensordict.utils import is_non_tensor
 from trajstore.errors import DataError, SchemaError
 from trajstore.schema import Field, Schema, nest
 
-HEADER = "slot"  # of a row: its slot, the last slot written in turn, how often the storage was emptied
-_TENSOR, _TREE, _TENSORDICT = "tensor", "tree", "td"
+HEADER = "slot"  # of a row: its slot, the last slot written in turn, how often the storage was emptied, its slots
+_HEADER_FIELD = Field("int64", (4,))
+_TENSOR, _TREE, TENSORDICT = "tensor", "tree", "td"
 
 Leaves = dict[str, torch.Tensor]
 
@@ -45,13 +46,13 @@ class Layout:
             return None
         fields = {path: field for path, field in schema.fields.items() if path != HEADER}
         root = next(iter(fields), "").split("/")[0]
-        if HEADER not in schema.fields or not root.startswith((_TENSOR, _TREE, _TENSORDICT)):
+        if schema.fields.get(HEADER) != _HEADER_FIELD or not root.startswith((_TENSOR, _TREE, TENSORDICT)):
             raise SchemaError(f"expected a store that TrajStorage has written, found one of fields {list(fields)}")
         return cls(fields)
 
     @property
     def schema(self) -> Schema:
-        return Schema({HEADER: Field("int64", (3,)), **nest(self.fields)})
+        return Schema({HEADER: _HEADER_FIELD, **nest(self.fields)})
 
     @property
     def row_bytes(self) -> int:
@@ -69,7 +70,8 @@ class Layout:
         return lanes
 
     def with_fields(self, other: Layout) -> Layout:
-        return Layout({**self.fields, **other.fields})
+        """With fields of another that are not here."""
+        return Layout({**other.fields, **self.fields})
 
     def check(self, rows: Leaves) -> None:
         """See that rows have these fields, as they are.
@@ -107,7 +109,7 @@ def to_leaves(data: Any) -> Leaves:
     if isinstance(data, torch.Tensor):
         return {_TENSOR: data.detach()}
     is_collection = is_tensor_collection(data)
-    root = f"{_TENSORDICT}{data.batch_dims}" if is_collection else _TREE
+    root = f"{TENSORDICT}{data.batch_dims}" if is_collection else _TREE
     leaves = dict(_walk(data, root))
     if not leaves:
         raise DataError(f"expected tensors, got {type(data).__name__} without any")
@@ -125,7 +127,7 @@ def _walk(node: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _children(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if is_tensor_collection(node) and not is_non_tensor(node) and path.startswith(_TENSORDICT):
+    if is_tensor_collection(node) and not is_non_tensor(node) and path.startswith(TENSORDICT):
         yield from ((str(key), child) for key, child in node.items())
     elif isinstance(node, dict):
         yield from ((f"m.{key}", child) for key, child in node.items())
@@ -143,7 +145,7 @@ def from_leaves(leaves: Mapping[str, torch.Tensor]) -> Any:
     nested = nest(leaves)[root]
     if root == _TREE:
         return _tree(nested)
-    n = int(root.removeprefix(_TENSORDICT))
+    n = int(root.removeprefix(TENSORDICT))
     first = next(iter(leaves.values()))
     return TensorDict(nested, batch_size=first.shape[:n], device=first.device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,20 +11,23 @@ import numpy as np
 import torch
 
 from trajstore import checkpoints
-from trajstore.compat.torchrl.layout import HEADER, Layout, Leaves
+from trajstore.compat.torchrl.layout import HEADER, Layout, Leaves, torch_dtype
 from trajstore.compat.torchrl.past import Past
 from trajstore.compat.torchrl.slots import SET, Slots
 from trajstore.errors import DataError
 from trajstore.reader import Reader
 from trajstore.record import CommitRecord, first_rows
 from trajstore.schema import Array, flatten, nest
-from trajstore.sizes import parse_bytes
 from trajstore.snapshot import Snapshot
 from trajstore.store import Store
 from trajstore.sweeping import Sweeper
 from trajstore.windows import Windows
 
 _BLOCK_ROWS = 8192
+
+
+class _Discarded(Exception):  # noqa: N818 - no error
+    """Nothing is wrong: what a log holds is not wanted any more."""
 
 
 class Log:
@@ -63,13 +67,18 @@ class Log:
             raise DataError(
                 f"max_size: expected at least the {len(past.place)} slots that {store.url} holds, got {n_slots}"
             )
+        # Where the oldest row of a ring is that has become larger: there, rows are taken to be in order of time.
+        self.oldest = (past.cursor + 1) % past.n_slots if past.is_full and past.n_slots < n_slots else 0
         self.epoch, self.cursor = past.epoch, past.cursor
         self._past, self._before, self._n_before = past, past.streams, past.n_places
         self.slots = Slots(n_slots)
         self.slots.recall(past.place, past.n_places)
-        self._schema, self._storage = layout.schema, snapshot.storage
+        self._layout, self._storage = layout, snapshot.storage
         self._told = 0  # the front that the sweeper knows
-        self._due: tuple[int, int] | None = None  # a front, and the rows that must be durable before it is told
+        # A front, and the rows that must be durable before it is told. What earlier sessions gave up and did not
+        # free is told with the first commit.
+        self._due: tuple[int, int] | None = (self.slots.front, 1) if self.slots.front else None
+        self._grace_s = grace_s
         dead = [record.id for record in snapshot.streams if not record.is_sealed]
         self._writer = store.writer(f"session-{past.session}", world=uuid.uuid4().hex, dead=dead, **options)
         # Of all records only those of the newest session count, so it says again what is gone.
@@ -86,8 +95,9 @@ class Log:
             if paged
             else None
         )
-        buffer_bytes = parse_bytes(options["buffer_bytes"], "buffer_bytes")
-        self.block_rows = max(1, min(_BLOCK_ROWS, buffer_bytes // 8 // layout.row_bytes))
+        with self._writer.staged(blocking=True) as staging:
+            assert staging is not None  # the store has a schema
+            self.block_rows = max(1, min(_BLOCK_ROWS, staging.capacity // 4))
 
     # ---- rows
 
@@ -113,23 +123,26 @@ class Log:
         self._tell_front()
 
     def _append(self, slots: Array, rows: Leaves) -> None:
-        header = np.empty((len(slots), 3), np.int64)
-        header[:, 0], header[:, 1], header[:, 2] = slots, self.cursor, self.epoch
+        header = np.empty((len(slots), 4), np.int64)
+        header[:, 0], header[:, 1:] = slots, (self.cursor, self.epoch, len(self.slots.place))
+        self._put(header, rows)
+        self.slots.append(slots)
+
+    def _put(self, header: Array, rows: Leaves) -> None:
         first = self.slots.n_places - self._n_before
-        is_last = (first + 1 + np.arange(len(slots))) % SET == 0
-        if len(slots) == 1:  # the usual way to add is worth a shorter path
+        is_last = (first + 1 + np.arange(len(header))) % SET == 0
+        if len(header) == 1:  # the usual way to add is worth a shorter path
             step = {path: leaf[0].cpu() for path, leaf in rows.items()} | {HEADER: header[0]}
             self._writer.append(nest(step), env=0, truncated=bool(is_last[0]))
         else:
             data = {path: leaf[:, None].cpu() for path, leaf in rows.items()} | {HEADER: header[:, None]}
             self._writer.append_rollout(nest(data), envs=[0], truncated=is_last[:, None])
-        self.slots.append(slots)
 
     def read(self, field: str, slots: Array) -> torch.Tensor:
         """Values of a paged field."""
         assert self._reader is not None  # there are paged fields
         place = self.slots.place[slots]
-        if len(place) and place.min() < 0:
+        if place.min() < 0:
             raise IndexError(f"slot {int(slots[place.argmin()])} holds no row")
         stream = np.searchsorted(self._starts, place, side="right") - 1
         # Of streams without rows, which start where the next one does, the last is meant: that is what right gives.
@@ -139,8 +152,16 @@ class Log:
         return found
 
     def clear(self) -> None:
-        """Forget all rows; they go with the next commit."""
+        """Forget all rows, with the next commit."""
+        if not self.slots.n_live:
+            return
+        # A row of no slot says so: it is durable when what comes after it is, and not before what came before.
+        nothing = {
+            path: torch.zeros((1, *f.shape), dtype=torch_dtype(f)) for path, f in self._layout.fields.items()
+        }
+        self._put(np.array([[-1, -1, self.epoch + 1, len(self.slots.place)]]), nothing)
         self.epoch, self.cursor = self.epoch + 1, -1
+        self.slots.skip()
         self.slots.clear()
         self._tell_front()
 
@@ -166,7 +187,7 @@ class Log:
         return checkpoints.pins(self._storage)
 
     def _records(self) -> tuple[CommitRecord, ...]:
-        return Snapshot.load(self._storage, self._schema).streams
+        return Snapshot.load(self._storage, self._layout.schema).streams
 
     # ---- durability
 
@@ -181,8 +202,12 @@ class Log:
         if self._writer.is_closed:
             return
         self._writer.commit()
+        has_rows = self.slots.n_places > self._n_before  # else there is no record that could say anything
+        if has_rows and not self._grace_s:  # otherwise freeing it is left to a session that lasts longer
+            self._sweeper.want(self._marks(self.slots.front))
+            self._sweeper.flush()
         self._sweeper.close()
-        if self.slots.n_places > self._n_before:  # else there is no record that could say it
+        if has_rows:
             marks = self._marks(self.slots.front)
             own = marks.pop(self._writer.stream, None)
             said = self._writer.first_rows
@@ -191,9 +216,11 @@ class Log:
         self._writer.close()
 
     def discard(self) -> None:
-        """Give up what is not durable, and release everything."""
-        self._sweeper.close()
-        self._writer.discard()
+        """Give up what is not durable, and release everything, also if the storage fails."""
+        with contextlib.suppress(Exception):
+            self._sweeper.close()
+        with contextlib.suppress(_Discarded), self._writer:
+            raise _Discarded  # leaving its block so, the writer releases everything whatever happens
 
     def stats(self) -> dict[str, Any]:
         """Rows in the log and rows that slots hold; what was deleted."""

@@ -48,7 +48,9 @@ class PagedTensor(torch.Tensor):
     def _at(self, index: torch.Tensor) -> torch.Tensor:
         index = index.cpu()
         n = len(self._rows)
-        if index.numel() and not -n <= int(index.min()) <= int(index.max()) < n:
+        if not index.numel():
+            return torch.empty((*index.shape, *self.shape[1:]), dtype=self.dtype, device=self.device)
+        if not -n <= int(index.min()) <= int(index.max()) < n:
             raise IndexError(f"index: expected {-n} to {n - 1}, got {int(index.min())} to {int(index.max())}")
         slots = self._rows.start + self._rows.step * torch.where(index < 0, index + n, index)
         rows = self._read(slots.reshape(-1))

@@ -30,6 +30,7 @@ class Past:
         session: Number of the session that comes next.
         epoch: How often the storage was emptied; rows from before do not count.
         cursor: The slot that was written last in turn; -1: none.
+        n_slots: How many slots there were when the last row was written.
         place: By slot, the place of its newest row; -1: none.
     """
 
@@ -44,7 +45,7 @@ class Past:
         self._parts = [_Part(r, firsts[r.record.id], start) for r, start in zip(readers, starts, strict=True)]
         headers = [part.header for part in self._parts if len(part.header)]
         self.epoch = max((int(header[:, 2].max()) for header in headers), default=0)
-        self.cursor = -1
+        self.cursor, self.n_slots = -1, 0
         self.place = np.full(max((int(header[:, 0].max()) + 1 for header in headers), default=0), -1, np.int64)
         for part in self._parts:
             self._recall(part)
@@ -53,8 +54,16 @@ class Past:
 
     def _recall(self, part: _Part) -> None:
         counts = np.flatnonzero(part.header[:, 2] == self.epoch)
+        if not len(counts):
+            return
+        self.cursor, self.n_slots = (int(n) for n in part.header[counts[-1], [1, 3]])
+        counts = counts[part.header[counts, 0] >= 0]  # a row of no slot says that all were emptied
         self.place[part.header[counts, 0]] = part.place + counts  # where a slot comes twice, the last one counts
-        self.cursor = int(part.header[counts[-1], 1]) if len(counts) else self.cursor
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every slot of a ring held a row, so that the oldest one is behind the cursor."""
+        return 0 < self.n_slots == len(self.place) and bool((self.place >= 0).all())
 
     def rows(self, fields: Sequence[str]) -> Iterator[tuple[Array, Leaves]]:
         """Slots and values of some fields, a part at a time, in order of places."""
@@ -75,7 +84,7 @@ class Past:
 
     def _held(self, slots: Array, place: int) -> Array:
         """Which of the rows from a place on are the newest of their slots."""
-        known = np.flatnonzero(slots < len(self.place))
+        known = np.flatnonzero((slots >= 0) & (slots < len(self.place)))
         held: Array = known[self.place[slots[known]] == place + known]
         return held
 
@@ -93,7 +102,7 @@ class _Part:
         self.place = start + self._first
         n_rows = reader.record.rows
         self.header = (
-            reader.read_rows(f"steps/{HEADER}", self._first, n_rows) if n_rows else np.empty((0, 3), np.int64)
+            reader.read_rows(f"steps/{HEADER}", self._first, n_rows) if n_rows else np.empty((0, 4), np.int64)
         )
 
     def read(self, path: str, field: Field, start: int, n: int) -> torch.Tensor:

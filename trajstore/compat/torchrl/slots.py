@@ -22,6 +22,8 @@ class Slots:
         self.n_live = 0
         self._live = np.zeros(16, np.int64)  # by set: rows that some slot holds
         self._front = 0  # sets before it hold none
+        self._n_filled = 0
+        self._floor = 0  # places below were given up all at once
 
     def append(self, slots: Array) -> None:
         """Rows for these slots, each at most once, have been appended."""
@@ -32,6 +34,11 @@ class Slots:
         self.place[slots] = np.arange(first, self.n_places)
         self._count(self.place[slots], 1)
         self.n_live += int((old < 0).sum())
+
+    def skip(self) -> None:
+        """A row for no slot has been appended."""
+        self.n_places += 1
+        self._reserve()
 
     def recall(self, place: Array, n_places: int) -> None:
         """Begin with a log of so many rows, of which the first slots hold these."""
@@ -45,15 +52,24 @@ class Slots:
     def clear(self) -> None:
         self.place.fill(-1)
         self._live.fill(0)
-        self.n_live = 0
+        self.n_live = self._n_filled = 0
+        self._floor = self.n_places
+
+    @property
+    def n_filled(self) -> int:
+        """Slots before the first one that holds nothing."""
+        # Only `clear` takes a row from a slot, so what was found is not looked at again.
+        while (is_held := self.place[self._n_filled : self._n_filled + SET] >= 0).any() and is_held[0]:
+            self._n_filled += len(is_held) if is_held.all() else int(is_held.argmin())
+        return self._n_filled
 
     @property
     def front(self) -> int:
-        """No slot holds a place below; rounded down to a set."""
+        """No slot holds a place below; rounded down to a set. It never goes back."""
         last = self.n_places // SET
         while self._front < last and not self._live[self._front]:
             self._front += 1
-        return self._front * SET if self.n_live else self.n_places
+        return max(self._floor, self._front * SET) if self.n_live else self.n_places
 
     @property
     def is_sparse(self) -> bool:

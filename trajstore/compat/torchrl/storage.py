@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
@@ -16,10 +15,10 @@ import torch
 from tensordict import is_tensorclass
 from torchrl.data import TensorDictMaxValueWriter, TensorStorage
 
-from trajstore.compat.private import private_url
+from trajstore.compat.private import forget, private_url
 from trajstore.compat.torchrl.checkpointer import TrajStorageCheckpointer
 from trajstore.compat.torchrl.generations import Generations
-from trajstore.compat.torchrl.indexing import is_one, is_plain, rows_of, slots_of
+from trajstore.compat.torchrl.indexing import is_one, is_plain, rows_of, slots_of, with_index, without_new_index
 from trajstore.compat.torchrl.layout import Layout, Leaves, from_leaves, stacked
 from trajstore.compat.torchrl.log import Log
 from trajstore.compat.torchrl.table import Table
@@ -87,8 +86,8 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
     ) -> None:
         check_positive("max_size", max_size)
         super().__init__(None, max_size, device=device, ndim=ndim)
-        self._is_temporary = url is None
         place = private_url("torchrl") if url is None else url
+        self._private_url = str(place) if url is None else None
         self._generations = Generations(place, storage_options, fsync)
         self._cache_bytes = parse_bytes(cache_bytes, "cache_bytes")
         self._grace_s, self._options = grace_s, options
@@ -106,33 +105,41 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
             return
         table = self._make_table(store, layout)
         self._show(table)
-        self._len = table.log.slots.n_live * self._n_lanes
-        self._set_last_cursor(table.log.cursor if table.log.cursor >= 0 else None)
+        if table.log.oldest:
+            self._renew(layout, table.copy_to)
 
     def _make_table(self, store: Store, layout: Layout) -> Table:
-        lanes = layout.lanes(self.ndim)
-        n_slots = -(-self.max_size // lanes.numel())
         return Table(
             store,
             layout,
-            n_slots,
+            self._n_slots(layout),
             self._cache_bytes,
             self.device,
             grace_s=self._grace_s,
             options=self._options,
         )
 
+    def _n_slots(self, layout: Layout) -> int:
+        return -(-self.max_size // layout.lanes(self.ndim).numel())
+
     def _show(self, table: Table) -> None:
         """From now on, rows are those of this table."""
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._finalizer = weakref.finalize(self, _finish, table.log, self._generations, self._is_temporary)
+        self._finalizer = weakref.finalize(self, _finish, table.log, self._generations, self._private_url)
         self._finalizer.atexit = False
         _open.add(self)
         self.table, self._storage = table, from_leaves(table.leaves)
         self.max_size = table.n_slots * self._n_lanes
         self.__dict__.pop("_total_shape_value", None)
         self.initialized = True
+        self._count()
+        self._set_last_cursor(table.log.cursor if table.log.cursor >= 0 else None)
+
+    def _count(self) -> None:
+        """Rows past the first slot that holds nothing do not count until it is written."""
+        assert self.table is not None
+        self._len = self.table.log.slots.n_filled * self._n_lanes
 
     @property
     def _n_lanes(self) -> int:
@@ -152,27 +159,41 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         data = stacked(data) if isinstance(data, list) else data
         rows = rows_of(data, is_one=is_one(cursor))
         with self._lock:
+            self._check_open()
+            self._generations.settle()
             self._log_changes()
-            table = self._fitting(rows)
-            slots = slots_of(cursor, table.n_slots, len(next(iter(rows.values()))))
-            if not set_cursor:  # what is written over keeps the fields that it is not given
-                missing = [path for path in table.leaves if path not in rows]
-                rows |= table.select(torch.from_numpy(slots), missing)
+            rows, slots, layout = self._checked(rows, cursor, keeps_missing=not set_cursor)
+            table = self._table_of(layout)
             table.write(slots, rows, in_turn=set_cursor)
             self._class = type(data) if is_tensorclass(data) else None
             if set_cursor:
                 self._set_last_cursor(cursor)
-                self._len = table.log.slots.n_live * self._n_lanes
+                self._count()
         super()._bump_mutation_revision()
 
-    def _fitting(self, rows: Leaves) -> Table:
-        """The table, with all fields of these rows."""
-        self._check_open()
+    def _checked(self, rows: Leaves, cursor: Any, *, keeps_missing: bool) -> tuple[Leaves, Array, Layout]:
+        """Rows as they are written, where, and the layout that there must be then."""
+        table, n_rows = self.table, len(next(iter(rows.values())))
+        rows = rows if table is None else without_new_index(rows, table.layout)
+        if table is not None and rows.keys() <= table.leaves.keys():
+            layout = table.layout
+        else:
+            layout = Layout.of(rows) if table is None else table.layout.with_fields(Layout.of(rows))
+        slots = slots_of(cursor, self._n_slots(layout), n_rows)
+        rows = with_index(rows, slots, layout)
+        if table is not None and keeps_missing:  # what is written over keeps the fields that it is not given
+            missing = [path for path in table.leaves if path not in rows]
+            rows |= table.select(torch.from_numpy(slots), missing)
+        layout.check(rows)
+        return rows, slots, layout
+
+    def _table_of(self, layout: Layout) -> Table:
+        """The table, with all fields of a layout."""
         table = self.table
         if table is None:
-            self._renew(Layout.of(rows), lambda new: None)
-        elif not rows.keys() <= table.leaves.keys():
-            self._renew(table.layout.with_fields(Layout.of(rows)), table.copy_to)
+            self._renew(layout, lambda new: None)
+        elif len(layout.fields) > len(table.leaves):
+            self._renew(layout, table.copy_to)
         assert self.table is not None
         return self.table
 
@@ -183,17 +204,17 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
             fill(new)
             new.log.flush()
         except BaseException:
-            with contextlib.suppress(Exception):  # what went wrong first matters; the rest is removed when it opens
-                new.log.discard()
-                self._generations.drop_next()
+            new.log.discard()  # what is left of its store is removed before the next one is made
             raise
-        if self.table is not None:
-            self.table.log.close()
-        self._generations.advance()
+        old = self.table
         self._show(new)
+        if old is not None:
+            old.log.discard()  # the new one holds all of it
+        self._generations.advance()  # last: where it fails, this goes on, and the next call tries it again
 
     def _empty(self) -> None:
         with self._lock:
+            self._check_open()
             if self.table is not None:
                 self.table.log.clear()
             self._set_last_cursor(None)
@@ -259,6 +280,7 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         """Make everything durable."""
         with self._lock:
             self._check_open()
+            self._generations.settle()
             self._log_changes()
             if self.table is not None:
                 self.table.log.flush()
@@ -268,7 +290,7 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         with self._lock:
             if self.table is not None and not self._is_closed:
                 self._log_changes()
-                _finish(self.table.log, self._generations, self._is_temporary)
+                _finish(self.table.log, self._generations, self._private_url)
             self._is_closed = True
             _open.discard(self)
 
@@ -284,36 +306,47 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         """All rows, in memory; `dumps` writes them to a store instead."""
         n = len(self) // self._n_lanes
         leaves = self.table.rows(np.arange(n)) if self.table is not None and n else {}
-        return {"_storage": leaves, "_len": len(self), "_cursor": self._last_cursor_index}
+        n_slots = self.table.n_slots if self.table is not None else 0
+        return {"_storage": leaves, "_len": len(self), "_cursor": self._last_cursor_index, "_n_slots": n_slots}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Hold what the state says, and nothing else.
 
         Raises:
-            DataError: It holds more rows than there is room for; nothing was changed.
+            DataError: It holds more rows than there is room for, or fills a ring of another size; nothing was
+                changed.
         """
         leaves = state_dict["_storage"]
         n = len(next(iter(leaves.values()), ()))
-        self.load_rows(Layout.of(leaves), [(np.arange(n), leaves)] if n else [], n, state_dict["_cursor"])
+        parts = [(np.arange(n), leaves)] if n else []
+        self.load_rows(Layout.of(leaves), parts, n, state_dict["_cursor"], state_dict["_n_slots"])
 
     def load_rows(
-        self, layout: Layout, parts: Iterable[tuple[Array, Leaves]], n_slots: int, cursor: int | None
+        self,
+        layout: Layout,
+        parts: Iterable[tuple[Array, Leaves]],
+        n_rows: int,
+        cursor: int | None,
+        n_slots: int,
     ) -> None:
         """Hold these rows, by slot, and nothing else.
 
+        Args:
+            layout: Of the rows.
+            parts: Slots and rows, some at a time.
+            n_rows: How many slots there are up to the last that holds a row.
+            cursor: The slot that was written last in turn.
+            n_slots: How many there were where they come from.
+
         Raises:
-            DataError: They are more than there is room for; nothing was changed.
+            DataError: They are more than there is room for, or fill a ring of another size; nothing was changed.
         """
         with self._lock:
             self._check_open()
-            if not n_slots:
+            if not n_rows:
                 self._empty()
                 return
-            n_rows = n_slots * layout.lanes(self.ndim).numel()
-            if n_rows > self.max_size:
-                raise DataError(
-                    f"max_size: expected at least the {n_rows} rows that are loaded, got {self.max_size}"
-                )
+            self._check_room(n_rows, n_slots, layout)
 
             def fill(table: Table) -> None:
                 table.log.cursor = -1 if cursor is None else cursor
@@ -321,9 +354,22 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
                     table.write(slots, rows)
 
             self._renew(layout, fill)
-            self._len = n_rows
-            self._set_last_cursor(cursor)
         super()._bump_mutation_revision()
+
+    def _check_room(self, n_rows: int, n_slots: int, layout: Layout) -> None:
+        n_lanes = layout.lanes(self.ndim).numel()
+        if n_rows * n_lanes > self.max_size:
+            raise DataError(
+                f"max_size: expected at least the {n_rows * n_lanes} rows that are loaded, got {self.max_size}"
+            )
+        # Rows in a ring that is full are not in order of time, as they are taken to be in one that is not; and what
+        # is loaded next, a writer's cursor and samplers' priorities, goes by slots.
+        size = self._n_slots(layout)
+        if n_slots != size and n_rows in (n_slots, size):
+            raise DataError(
+                f"max_size: expected {n_slots * n_lanes}, as where the rows come from, since they fill a ring,"
+                f" got {self.max_size}; a storage that was closed may be opened again with a larger one"
+            )
 
     def __enter__(self) -> TrajStorage:
         return self
@@ -340,9 +386,10 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         )
 
 
-def _finish(log: Log, generations: Generations, is_temporary: bool) -> None:
-    if not is_temporary:
+def _finish(log: Log, generations: Generations, private_url: str | None) -> None:
+    if private_url is None:
         log.close()
+        generations.settle()
         return
     log.discard()
-    generations.remove()
+    forget(private_url)

@@ -16,6 +16,7 @@ from trajstore.store import Store
 
 _BUFFER_BYTES = 64 << 20
 _RESIDENT_PART = 2  # of the budget, where not everything fits: narrow fields get half
+_PAGED_ROWS = 342  # that a cache must have room for, those included that are not committed yet
 
 
 class Table:
@@ -48,6 +49,12 @@ class Table:
         resident = _resident(layout, n_slots, cache_bytes)
         paged = [path for path in layout.fields if path not in resident]
         rest = max(cache_bytes - sum(layout.fields[path].row_bytes * n_slots for path in resident), 1)
+        if paged and rest < _PAGED_ROWS * layout.schema.row_bytes:
+            enough = _RESIDENT_PART * _PAGED_ROWS * layout.schema.row_bytes
+            raise ValueError(
+                f"cache_bytes: {cache_bytes} bytes are too few to read rows of {layout.row_bytes} bytes by pages;"
+                f" {enough} are enough"
+            )
         # Rows that are not committed yet stand in the cache too, in at most half of it.
         buffer_bytes = min(_BUFFER_BYTES, rest // 8) if paged else _BUFFER_BYTES
         self.log = Log(
@@ -151,12 +158,16 @@ class Table:
         self.log.compact(self.rows)
 
     def copy_to(self, other: Table) -> None:
-        """Write all rows to a table with the same fields and perhaps more, which are zero then."""
-        other.log.cursor = self.log.cursor
+        """Write all rows to a table with the same fields and perhaps more, which are zero then.
+
+        The oldest row of a full ring that has become larger comes to the first slot.
+        """
+        oldest, n = self.log.oldest, self.log.slots.n_live
+        other.log.cursor = n - 1 if oldest else self.log.cursor
         more = {path: field for path, field in other.layout.fields.items() if path not in self.leaves}
         for slots, rows in self.blocks():
             zeros = {p: torch.zeros((len(slots), *f.shape), dtype=torch_dtype(f)) for p, f in more.items()}
-            other.write(slots, rows | zeros)
+            other.write((slots - oldest) % n if oldest else slots, rows | zeros)
 
 
 def _resident(layout: Layout, n_slots: int, cache_bytes: int) -> set[str]:

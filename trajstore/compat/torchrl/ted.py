@@ -10,6 +10,7 @@ the root's of the next row, which is checked here bit by bit; so of those only t
 | ``next``, a reward                   | the same name                         |
 | ``next``, anything else              | below ``after``                       |
 | ``done``, ``terminated``, ``truncated`` | how the episode ends               |
+| ``index``, which buffers add         | none                                  |
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ FLAGS = ("done", "terminated", "truncated")
 _IDS = "collector/traj_ids"
 _AFTER = "after"  # group of what stands under next alone
 _DROPPED = {"index", *FLAGS}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size, for the bits of others
 
 Columns = dict[str, torch.Tensor]
 
@@ -56,11 +58,13 @@ class TedEpisode:
 
     Attributes:
         data: By field, nested.
+        n_steps: How many steps it has, whatever its fields are.
         terminated: It ended in a terminal state.
         truncated: It was stopped. With neither, the recording was cut.
     """
 
     data: dict[str, Any]
+    n_steps: int
     terminated: bool
     truncated: bool
 
@@ -68,10 +72,12 @@ class TedEpisode:
 def ted_to_episodes(data: TensorDictBase) -> list[TedEpisode]:
     """Cut TED, ``[T]`` or ``[B, T]``, into episodes.
 
-    One ends where ``("next", "done")`` says so, where ``("collector", "traj_ids")`` changes, and with the data.
+    One ends where ``("next", "done")`` says so, where ``("collector", "traj_ids")`` changes, and with the data. The
+    key ``index``, which buffers add to what they give out, is left out.
 
     Raises:
-        DataError: Within a trajectory, what follows a row is not what the next row holds.
+        DataError: Within a trajectory, what follows a row is not what the next row holds; or a key has a name by
+            which it would not come back.
     """
     return list(_episodes(parse(data)))
 
@@ -85,10 +91,10 @@ def parse(data: TensorDictBase) -> Block:
     both = {path: root[path] for path in root if path in after and path not in FLAGS}
     only = {path: value for path, value in after.items() if path not in {*both, *FLAGS}}
     steps = {path: value for path, value in root.items() if path not in _DROPPED}
-    steps |= {path if _is_reward(path) else f"{_AFTER}/{path}": value for path, value in only.items()}
-    for path in steps:
-        if path.split("/")[0] in RESERVED:
-            raise DataError(f"key {path!r}: batches hold something else under that name; rename or exclude it")
+    _check_root(steps, both)
+    steps |= {_field_after(path): value for path, value in only.items()}
+    if taken := next((path for path in steps if path.split("/")[0] in RESERVED), None):
+        raise DataError(f"key {taken!r}: batches hold something else under that name; rename or exclude it")
     terminated, truncated = _ends(after, data.batch_size)
     truncated = truncated | (_id_changes(root, truncated) & ~terminated)
     finals = {path: after[path] for path in both}
@@ -96,8 +102,28 @@ def parse(data: TensorDictBase) -> Block:
     return Block(steps, finals, terminated, truncated)
 
 
+def _check_root(root: Columns, both: Columns) -> None:
+    """See that no key at the root has a name by which it would come back under ``next``."""
+    for path in root:
+        if path.split("/")[0] == _AFTER or (path not in both and _is_reward(path)):
+            raise DataError(f"key {path!r}: what is called so is expected under 'next' alone; rename or exclude it")
+
+
+def _field_after(path: str) -> str:
+    """The field of a key that stands under ``next`` alone."""
+    return path if _is_reward(path) and path.split("/")[0] != _AFTER else f"{_AFTER}/{path}"
+
+
+def _stands_after(path: str) -> bool:
+    """Whether a field without a final value is one of those."""
+    return _is_reward(path) or path.startswith(f"{_AFTER}/")
+
+
 def _columns(data: TensorDictBase) -> Columns:
-    columns = {key if isinstance(key, str) else "/".join(key): value for key, value in data.items(True, True)}
+    keys = {key: (key,) if isinstance(key, str) else key for key in data.keys(True, True)}
+    if odd := next((key for key, parts in keys.items() if any("/" in part for part in parts)), None):
+        raise DataError(f"key {odd!r}: expected names without '/'")
+    columns = {"/".join(parts): data[key] for key, parts in keys.items()}
     if odd := next((path for path, value in columns.items() if not isinstance(value, torch.Tensor)), None):
         raise DataError(f"key {odd!r}: expected a tensor, got {type(columns[odd]).__name__}")
     return columns
@@ -116,7 +142,7 @@ def _ends(after: Columns, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor
     """Flags ``[B, T]``; what is done without that it is said why counts as terminated, as in TorchRL."""
     none = torch.zeros(shape, dtype=torch.bool)
     done, terminated, truncated = (
-        after[name].reshape(*shape, -1).any(-1).cpu() if name in after else none for name in FLAGS
+        _flat(after[name]).bool().any(-1).cpu() if name in after else none for name in FLAGS
     )
     return terminated | (done & ~truncated), truncated
 
@@ -125,7 +151,7 @@ def _id_changes(root: Columns, like: torch.Tensor) -> torch.Tensor:
     """Where the next row is of another trajectory."""
     changes = torch.zeros_like(like)
     if _IDS in root:
-        ids = root[_IDS].reshape(*like.shape, -1)[..., 0].cpu()
+        ids = _flat(root[_IDS])[..., 0].cpu()
         changes[:, :-1] = ids[:, 1:] != ids[:, :-1]
     return changes
 
@@ -144,24 +170,29 @@ def _check(now: Columns, after: Columns, ends: torch.Tensor) -> None:
 
 def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Where two tensors ``[B, T, ...]`` are not the same, bit by bit."""
-    return (_bits(a) != _bits(b)).flatten(2).any(-1) if a.dim() > 2 else _bits(a) != _bits(b)
+    return _flat(_bits(a) != _bits(b)).any(-1)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """With one axis behind those of lanes and time."""
+    return x.flatten(2) if x.dim() > 2 else x[..., None]
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    if not x.is_floating_point():
-        return x
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.contiguous().view(_INTEGERS[x.element_size()]) if x.is_floating_point() else x
 
 
 def _episodes(block: Block) -> Iterator[TedEpisode]:
     ends = block.terminated | block.truncated
-    ends[:, -1] = True
+    ends[:, -1:] = True
     for lane in range(len(ends)):
         start = 0
         for last in ends[lane].nonzero()[:, 0].tolist():
             rows = {path: value[lane, start : last + 1] for path, value in block.steps.items()}
             rows |= {p: torch.cat([rows[p], v[lane, last : last + 1]]) for p, v in block.finals.items()}
-            yield TedEpisode(nest(rows), bool(block.terminated[lane, last]), bool(block.truncated[lane, last]))
+            flags = bool(block.terminated[lane, last]), bool(block.truncated[lane, last])
+            yield TedEpisode(nest(rows), last + 1 - start, *flags)
             start = last + 1
 
 
@@ -171,7 +202,7 @@ def episodes_to_ted(episodes: Iterable[TedEpisode]) -> TensorDict:
     Flags have the shape ``[T, 1]``. Those at the root are those of the row before, so they are not set.
 
     Raises:
-        DataError: A field has neither as many rows as the others nor one more.
+        DataError: A field has neither a row for every step nor one more.
     """
     parts = [_ted(episode) for episode in episodes]
     if not parts:
@@ -181,7 +212,7 @@ def episodes_to_ted(episodes: Iterable[TedEpisode]) -> TensorDict:
 
 def _ted(episode: TedEpisode) -> TensorDict:
     columns = {path: torch.as_tensor(value) for path, value in flatten(episode.data).items()}
-    n = min(len(value) for value in columns.values())
+    n = episode.n_steps
     if odd := next((path for path, value in columns.items() if len(value) not in (n, n + 1)), None):
         raise DataError(f"field {odd!r}: expected {n} rows, or one more, got {len(columns[odd])}")
     has_final = {path for path, value in columns.items() if len(value) == n + 1}
@@ -195,7 +226,7 @@ def _ted(episode: TedEpisode) -> TensorDict:
 def assemble(steps: Columns, after: Columns, terminated: torch.Tensor, truncated: torch.Tensor) -> TensorDict:
     """TED from fields and what follows them, all with the leading axes of the flags but their last one."""
     none = torch.zeros_like(terminated)
-    follows = {p: v for p, v in steps.items() if p not in after and (_is_reward(p) or p.startswith(f"{_AFTER}/"))}
+    follows = {path: value for path, value in steps.items() if path not in after and _stands_after(path)}
     root = {path: value for path, value in steps.items() if path not in follows}
     next_ = {path.removeprefix(f"{_AFTER}/"): value for path, value in follows.items()} | after
     next_ |= {"done": terminated | truncated, "terminated": terminated, "truncated": truncated}
