@@ -26,6 +26,8 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
 os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
 
+collect_ignore_glob = ["datasets/*"]  # made with libraries that are not installed here
+
 BACKENDS = ["local", "memory", pytest.param("s3", marks=pytest.mark.s3)]
 
 
