@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -27,6 +28,21 @@ os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
 os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
 
 collect_ignore_glob = ["datasets/*"]  # made with libraries that are not installed here
+
+_LARGE = 1 << 30  # bytes; a process of tests that has more looks for what nobody holds any more
+
+
+@pytest.fixture(autouse=True)
+def _bounded_memory() -> Iterator[None]:
+    """Collect cycles once they hold much: their arrays are large and few, so nothing else would."""
+    yield
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except FileNotFoundError:
+        return
+    if pages * os.sysconf("SC_PAGE_SIZE") > _LARGE:
+        gc.collect()
+
 
 BACKENDS = ["local", "memory", pytest.param("s3", marks=pytest.mark.s3)]
 

@@ -999,7 +999,7 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(made: Any) -> None:
             made(1, **options)
 
 
-# ---- what an adversary found
+# ---- what is easily got wrong
 
 
 def pairs(info: BatchInfo) -> list[tuple[int, int]]:
