@@ -29,19 +29,25 @@ os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
 
 collect_ignore_glob = ["datasets/*"]  # made with libraries that are not installed here
 
-_LARGE = 1 << 30  # bytes; a process of tests that has more looks for what nobody holds any more
+_MUCH = 1 << 30  # bytes; a process of tests that grew by so many looks for what nobody holds any more
+_held = [0]  # when it looked last
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except FileNotFoundError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.fixture(autouse=True)
 def _bounded_memory() -> Iterator[None]:
     """Collect cycles once they hold much: their arrays are large and few, so nothing else would."""
     yield
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except FileNotFoundError:
-        return
-    if pages * os.sysconf("SC_PAGE_SIZE") > _LARGE:
+    if _resident_bytes() > _held[0] + _MUCH:
         gc.collect()
+        _held[0] = _resident_bytes()
 
 
 BACKENDS = ["local", "memory", pytest.param("s3", marks=pytest.mark.s3)]
