@@ -13,7 +13,7 @@ from trajstore.committer import Committer
 from trajstore.errors import DataError
 from trajstore.record import CommitRecord, View
 from trajstore.schema import Array, Schema
-from trajstore.staging import ROW_OVERHEAD_BYTES, Placement, Staging, empty_batch, place, steps_of
+from trajstore.staging import Placement, Staging, empty_batch, place, staged_rows, steps_of
 from trajstore.stream import Batch, ColumnChange, StreamAppender
 
 _log = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class Pipeline:
         assert self._n_stagings < 2  # a hand-off leaves the other one free
         schema = self._schema()
         self._n_stagings += 1
-        return Staging(schema, max(1, self._buffer_bytes // 2 // (schema.row_bytes + ROW_OVERHEAD_BYTES)))
+        return Staging(schema, staged_rows(self._buffer_bytes, schema.row_bytes))
 
     def _hand_off_by_time(self) -> None:
         # On the background thread, which must not wait for itself.

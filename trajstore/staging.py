@@ -41,6 +41,11 @@ class _Ends:
     values: EpisodeValues  # of each of them
 
 
+def staged_rows(buffer_bytes: int, row_bytes: int) -> int:
+    """Rows that each of a buffer's two stagings holds: the most that one call may append."""
+    return max(1, buffer_bytes // 2 // (row_bytes + ROW_OVERHEAD_BYTES))
+
+
 class Staging:
     """A bounded block of appended rows, reused once its batch is durable.
 

@@ -21,6 +21,7 @@ from trajstore.errors import ClosedError, DataError, MissingExtraError, NotReady
 from trajstore.replay import ReplayBuffer as Buffer
 from trajstore.schema import Array, Schema, flatten, nest
 from trajstore.sizes import check_positive, parse_bytes
+from trajstore.staging import staged_rows
 from trajstore.storage import open_storage
 from trajstore.store import Store, create
 from trajstore.store import open as open_store
@@ -37,7 +38,6 @@ _EPISODE = 1024  # steps that stand together, so that what is still growing stay
 _FIELD = "transition"  # keeps fields apart from what batches hold besides
 _ROWS = Windows(squeeze=True, fields=(_FIELD,))
 _BLOCK, _BLOCK_BYTES = 8192, 1 << 25
-_ROW_BYTES = 48  # beside the fields, of a row that waits to be written
 _SAVED = re.compile(r"-[0-9a-f]{12}\.trajstore")
 
 Indices = Sequence[int] | torch.Tensor | range
@@ -398,8 +398,8 @@ def _extend(buffer: Buffer, rows: Mapping[str, Any], n_before: int) -> int:
     """Append transitions ``[n, ...]`` after so many others, some at a time; returns how many there are then."""
     flat = flatten(rows)
     n = len(next(iter(flat.values())))
-    row_bytes = sum(leaf[:1].nbytes for leaf in flat.values()) + _ROW_BYTES
-    block = max(1, parse_bytes(buffer.options.buffer_bytes, "buffer_bytes") // 4 // row_bytes)
+    row_bytes = sum(leaf[:1].nbytes for leaf in flat.values())
+    block = staged_rows(parse_bytes(buffer.options.buffer_bytes, "buffer_bytes"), row_bytes)
     for start in range(0, n, block):
         part = nest({path: leaf[start : start + block, None] for path, leaf in flat.items()})
         number = n_before + start + np.arange(min(block, n - start)) + 1

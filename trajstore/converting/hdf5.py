@@ -6,16 +6,17 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trajstore.compat.files import sync_file
 from trajstore.converting.fields import is_skipped
+from trajstore.converting.libraries import needed
 from trajstore.converting.plain import plain
-from trajstore.converting.unfinished import Unfinished, sync_file
-from trajstore.errors import DataError, FormatError, MissingExtraError, StoreNotFoundError
+from trajstore.converting.unfinished import Unfinished
+from trajstore.errors import DataError, FormatError, StoreNotFoundError
 from trajstore.schema import DTYPES, MAX_METADATA_BYTES, Array
 
 _MAX_DEPTH = 16  # of groups
@@ -27,15 +28,8 @@ _PART_BYTES, _PART_S = 1 << 26, 10.0  # of an export: what a kill may lose
 
 
 def library() -> Any:
-    """h5py.
-
-    Raises:
-        MissingExtraError: It is not installed.
-    """
-    try:
-        return import_module("h5py")
-    except ImportError as error:
-        raise MissingExtraError("HDF5 files need h5py: pip install 'trajstore[hdf5]'") from error
+    """h5py."""
+    return needed("h5py", "HDF5 files need h5py: pip install 'trajstore[hdf5]'")
 
 
 def opened(path: str | os.PathLike[str]) -> Any:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from trajstore.errors import FormatError, MissingExtraError
+from trajstore.converting.libraries import needed
+from trajstore.errors import FormatError
 from trajstore.schema import Array
 
 
 def library() -> Any:
-    """Pillow.
-
-    Raises:
-        MissingExtraError: It is not installed.
-    """
-    try:
-        return import_module("PIL.Image")
-    except ImportError as error:
-        raise MissingExtraError(
-            "encoded images need Pillow: pip install 'trajstore[lerobot]' or 'trajstore[minari]'"
-        ) from error
+    """Pillow."""
+    return needed(
+        "PIL.Image", "encoded images need Pillow: pip install 'trajstore[lerobot]' or 'trajstore[minari]'"
+    )
 
 
 def decoded(path: str, images: Iterable[Any], shape: tuple[int, ...], kind: str) -> Array:

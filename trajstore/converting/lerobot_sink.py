@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.compat.files import sync_file
 from trajstore.converting.comparing import end_of
 from trajstore.converting.fields import length_of, readable_arrays
 from trajstore.converting.lerobot_features import Facts, as_column, name_of
@@ -16,7 +17,7 @@ from trajstore.converting.lerobot_layout import BOOKKEEPING, DATA_PATH
 from trajstore.converting.lerobot_meta import write_meta
 from trajstore.converting.ports import Episode
 from trajstore.converting.tables import library
-from trajstore.converting.unfinished import Record, Unfinished, sync_file
+from trajstore.converting.unfinished import Record, Unfinished
 from trajstore.errors import DataError
 from trajstore.schema import Array
 

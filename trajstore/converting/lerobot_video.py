@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trajstore.errors import FormatError, MissingExtraError, StoreNotFoundError
+from trajstore.converting.libraries import needed
+from trajstore.errors import FormatError, StoreNotFoundError
 from trajstore.schema import Array
 
 
 def library() -> Any:
-    """PyAV.
-
-    Raises:
-        MissingExtraError: It is not installed.
-    """
-    try:
-        return import_module("av")
-    except ImportError as error:
-        raise MissingExtraError(
-            "frames of videos need PyAV: pip install 'trajstore[video]', or leave them out with videos=False"
-        ) from error
+    """PyAV."""
+    return needed(
+        "av", "frames of videos need PyAV: pip install 'trajstore[video]', or leave them out with videos=False"
+    )
 
 
 def frames(path: Path, start_s: float, n: int, fps: float, shape: tuple[int, ...]) -> Array:

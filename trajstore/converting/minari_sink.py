@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.compat.files import sync_file
 from trajstore.converting import hdf5
 from trajstore.converting.fields import length_of, readable_arrays
 from trajstore.converting.minari_files import FIELD_ATTRIBUTE, HEADS, METADATA_ATTRIBUTE
 from trajstore.converting.minari_spaces import derived, parse
 from trajstore.converting.plain import restored
 from trajstore.converting.ports import Episode
-from trajstore.converting.unfinished import Unfinished, emptied, sync_file
+from trajstore.converting.unfinished import Unfinished, emptied
 from trajstore.errors import DataError
 from trajstore.schema import Array
 

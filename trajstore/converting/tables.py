@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import math
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trajstore.errors import DataError, FormatError, MissingExtraError, StoreNotFoundError
+from trajstore.converting.libraries import needed
+from trajstore.errors import DataError, FormatError, StoreNotFoundError
 from trajstore.schema import Array
 
 
 def library(part: str = "pyarrow") -> Any:
-    """pyarrow, or a module of it.
-
-    Raises:
-        MissingExtraError: It is not installed.
-    """
-    try:
-        return import_module(part)
-    except ImportError as error:
-        raise MissingExtraError(
-            "Parquet and Arrow files need pyarrow: pip install 'trajstore[lerobot]' or 'trajstore[minari]'"
-        ) from error
+    """pyarrow, or a module of it."""
+    return needed(
+        part, "Parquet and Arrow files need pyarrow: pip install 'trajstore[lerobot]' or 'trajstore[minari]'"
+    )
 
 
 def open_parquet(path: Path) -> Any:

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.compat.files import sync_file
 from trajstore.converting.fields import is_skipped, length_of, readable_arrays
 from trajstore.converting.ports import Episode
-from trajstore.converting.unfinished import Record, Unfinished, sync_file
+from trajstore.converting.unfinished import Record, Unfinished
 from trajstore.errors import DataError
 from trajstore.schema import Array, nest
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trajstore.compat.files import sync_file
 from trajstore.errors import DataError, StoreExistsError
 
 Record = dict[str, Any]
@@ -106,14 +107,6 @@ class Unfinished:
         sync_file(self.target.parent)
         shutil.rmtree(self.place)
         self._journal.unlink()
-
-
-def sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def sync_tree(place: Path) -> None:

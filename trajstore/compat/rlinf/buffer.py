@@ -30,6 +30,7 @@ from trajstore.replay import ReplayBuffer as Buffer
 from trajstore.rng import rank_seed
 from trajstore.schema import Schema, nest
 from trajstore.sizes import check_positive, parse_bytes
+from trajstore.staging import staged_rows
 from trajstore.store import open as open_store
 
 _RENAMED = {
@@ -37,7 +38,6 @@ _RENAMED = {
     "storage_format": "trajectory_format",
     "save_trajectories": "auto_save",
 }
-_ROW_BYTES = 48  # beside the fields, of a row that waits to be written
 _STATE = "trajstore"  # what RLinf's metadata.json has of ours
 
 Path = str | os.PathLike[str]
@@ -119,7 +119,7 @@ class TrajectoryReplayBuffer:
             self._ledger = ledger_of(store)
             self._n_sessions = len(store.streams)
             memory = self._open(store.schema)
-            if is_leftover(store.episodes).any():
+            if self._ledger.has_leftovers:
                 memory.evict(where=is_leftover)
 
     def _open(self, schema: Schema) -> Buffer:
@@ -218,8 +218,8 @@ class TrajectoryReplayBuffer:
     def _add(self, number: int, rows: Rows) -> None:
         memory = self._open(rows.schema)
         n_steps, n_envs = rows.ends.shape
-        row_bytes = (rows.schema.row_bytes + _ROW_BYTES) * n_envs
-        size = max(1, parse_bytes(memory.options.buffer_bytes, "buffer_bytes") // 6 // row_bytes)
+        n_rows = staged_rows(parse_bytes(memory.options.buffer_bytes, "buffer_bytes"), rows.schema.row_bytes)
+        size = max(1, n_rows // (2 * n_envs))  # each step may bring a final row
         episodes: list[int] = []
         try:
             for block in rows.blocks(size):
@@ -395,10 +395,10 @@ class TrajectoryReplayBuffer:
             chosen = share_of(source.numbers, rank, ranks)
             if not self.auto_save and self.sample_window_size:
                 chosen = chosen[-self.sample_window_size :]  # the others would leave at once
-            self._check_can_take(source, chosen)
+            first = self._first_of(source, chosen)
             self.clear()
             for number in chosen:
-                self.add_numbered(number, source.load(number))
+                self.add_numbered(number, first if number == chosen[0] else source.load(number))
             if self._memory is not None:  # ranks go on with draws of their own
                 self._go_on({"seed": self._own_seed(rank, ranks), "counter": 0} if ranks > 1 else source.draws)
 
@@ -414,13 +414,15 @@ class TrajectoryReplayBuffer:
         own, other = (text.removeprefix("file://").rstrip("/") for text in (self._url, os.fspath(path)))
         return own == other or ("://" not in own + other and os.path.realpath(own) == os.path.realpath(other))
 
-    def _check_can_take(self, source: _Directory | StoredTrajectories, chosen: Sequence[int]) -> None:
-        """Before anything is forgotten, see that the first trajectory can be read and stored."""
-        if chosen:
-            first = source.load(chosen[0])
-            check_alike([first])
-            if self.auto_save:
-                self._checked([first])
+    def _first_of(self, source: _Directory | StoredTrajectories, chosen: Sequence[int]) -> Trajectory | None:
+        """The first trajectory, which must be such that it can be stored: before anything is forgotten."""
+        if not chosen:
+            return None
+        first = source.load(chosen[0])
+        check_alike([first])
+        if self.auto_save:
+            self._checked([first])
+        return first
 
     def _go_on(self, draws: Any) -> None:
         """Go on with the draws of a checkpoint, if it has them."""

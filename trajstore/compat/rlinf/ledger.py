@@ -39,6 +39,7 @@ class Ledger:
         self._streams: list[str] = []
         self.counter = 0  # the number of the next trajectory
         self.serial = 0  # the same, never again
+        self.has_leftovers = False  # parts of trajectories are there, see `is_leftover`
 
     @classmethod
     def of(cls, table: EpisodeTable) -> Ledger:
@@ -48,6 +49,7 @@ class Ledger:
         number, length = table["trajectory"], np.append(0, np.cumsum(table["length"]))
         for i, n in zip(start[is_whole].tolist(), n_episodes[is_whole].tolist(), strict=True):
             ledger.push(Held(int(number[i]), *table.key(i), n, int(length[i + n] - length[i])))
+        ledger.has_leftovers = not is_whole.all()
         if len(table):
             ledger.serial = int(np.ma.filled(table["serial"], -1).max()) + 1
         return ledger

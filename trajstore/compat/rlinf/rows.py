@@ -49,6 +49,7 @@ class Rows:
         ends: ``[T, B]``: whether an episode of the store ends there.
         is_terminal: ``[T, B]``: whether it ends there because the environment's episode did.
         metadata: Of every episode, but for the number of the trajectory.
+        schema: Of a store for such trajectories.
     """
 
     steps: dict[str, torch.Tensor]
@@ -56,14 +57,7 @@ class Rows:
     ends: torch.Tensor
     is_terminal: torch.Tensor
     metadata: dict[str, Any]
-
-    @property
-    def schema(self) -> Schema:
-        fields = {
-            path: Field(str(leaf.dtype).removeprefix("torch."), leaf.shape[2:], final=path in self.final)
-            for path, leaf in self.steps.items()
-        }
-        return Schema(nest(fields), episode=COLUMNS, reward="rewards" if "rewards" in fields else None)
+    schema: Schema
 
     def blocks(self, n: int) -> Iterator[Rows]:
         """The same, ``n`` steps at a time; episodes end with their block, so that none is open after it."""
@@ -72,7 +66,7 @@ class Rows:
             steps, final = ({path: leaf[part] for path, leaf in flat.items()} for flat in (self.steps, self.final))
             ends = self.ends[part].clone()
             ends[-1] = True
-            yield Rows(steps, final, ends, self.is_terminal[part], self.metadata)
+            yield Rows(steps, final, ends, self.is_terminal[part], self.metadata, self.schema)
 
 
 def to_rows(trajectory: Trajectory) -> Rows:
@@ -102,7 +96,15 @@ def to_rows(trajectory: Trajectory) -> Rows:
     ends = _breaks(shared.values(), n_steps, n_envs)
     terminal = steps.get("terminations", torch.zeros_like(ends))
     is_terminal = terminal.bool().reshape(n_steps, n_envs, -1).any(-1)
-    return Rows(steps, final, ends, ends & is_terminal, about)
+    return Rows(steps, final, ends, ends & is_terminal, about, _schema(steps, final))
+
+
+def _schema(steps: Mapping[str, torch.Tensor], final: Mapping[str, torch.Tensor]) -> Schema:
+    fields = {
+        path: Field(str(leaf.dtype).removeprefix("torch."), leaf.shape[2:], final=path in final)
+        for path, leaf in steps.items()
+    }
+    return Schema(nest(fields), episode=COLUMNS, reward="rewards" if "rewards" in fields else None)
 
 
 def to_trajectory(rows: Mapping[str, torch.Tensor], env: torch.Tensor, about: Mapping[str, Any]) -> Trajectory:
