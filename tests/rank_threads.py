@@ -246,10 +246,10 @@ def verified(url: str) -> Report:
     return report
 
 
-def thread_names() -> set[str]:
-    """Of the threads that a buffer needs; a storage keeps its own for the next wave."""
-    names = {thread.name for thread in threading.enumerate()}
-    return {name for name in names if name.startswith("trajstore-") and not name.startswith("trajstore-io")}
+def buffer_threads() -> set[threading.Thread]:
+    """The threads that buffers need; a storage keeps its own for the next wave."""
+    alive = threading.enumerate()
+    return {t for t in alive if t.name.startswith("trajstore-") and not t.name.startswith("trajstore-io")}
 
 
 # ---- faults at calls that are told apart by what they do

@@ -390,6 +390,7 @@ def n_failures(batches: Any, n: int) -> int:
 
 
 def test_closed_batches_say_so() -> None:
+    before = set(threading.enumerate())
     for prefetch in (0, 2):
         batches = Reader(new_store([9])).batches(2, Windows(), prefetch=prefetch)
         next(batches)
@@ -397,13 +398,15 @@ def test_closed_batches_say_so() -> None:
         batches.close()
         with pytest.raises(ClosedError, match="these batches are closed"):
             next(batches)
-    assert not [t for t in threading.enumerate() if t.name.startswith("trajstore-prefetch")]
+    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("trajstore-prefetch")]
 
 
 def test_closed_staged_batches_leave_no_thread() -> None:
+    before = set(threading.enumerate())
     with Reader(new_store([9] * 20), cache_bytes=500).staged(2, Windows(), prefetch=1) as batches:
         next(batches)
-    assert not [t for t in threading.enumerate() if t.name.startswith(("trajstore-prefetch", "trajstore-staged"))]
+    left = {t.name for t in set(threading.enumerate()) - before}
+    assert not [name for name in left if name.startswith(("trajstore-prefetch", "trajstore-staged"))]
 
 
 # ---- output memory -------------------------------------------------------------------------------------

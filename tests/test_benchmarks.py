@@ -73,7 +73,7 @@ def run(name: str, path: Path, *before: str) -> dict[str, Any]:
     """Run a benchmark in its small form and return the JSON it wrote."""
     script = str(BENCHMARKS / f"{name}.py")
     command = [sys.executable, *(before or (script,)), "--small", "--json", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120, cwd=BENCHMARKS)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=400, cwd=BENCHMARKS)
     report: dict[str, Any] = json.loads(path.read_text())
     return report
 

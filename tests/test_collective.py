@@ -26,6 +26,7 @@ from tests.rank_threads import (
     add,
     all_well,
     begin,
+    buffer_threads,
     contents,
     ended,
     open_team,
@@ -35,7 +36,6 @@ from tests.rank_threads import (
     shown,
     sites,
     teams,
-    thread_names,
     through_torch,
     verified,
     walk,
@@ -919,8 +919,7 @@ def test_all_ranks_close_while_requests_are_under_way(team: Open) -> None:
 @pytest.mark.parametrize("k", [0, 1])
 def test_closing_with_a_failure_that_nobody_has_seen_ends_all_threads(team: Open, k: int) -> None:
     one = team(2)
-    before = thread_names()
-    assert "trajstore-attend" in before
+    assert "trajstore-attend" in {thread.name for thread in buffer_threads()}
     one.fill()
     one.plan(k, Broken("checkpoints/"))
     all_well(2, lambda rank: one.buffers[rank].save_checkpoint("a"))

@@ -80,7 +80,7 @@ class Assembler:
         self.kernels = kernels_for(device, compiled)
         self.index = EpisodeIndex(device, self.kernels)
         self.budget, self.host_budget = budget, host_budget
-        self._known_rows = 0  # of the writer that is followed, as the cache knows them
+        self._known: CommitRecord | None = None  # of the writer that is followed, as the cache knows it
         self._moves: deque[tuple[Array, Array]] = deque(maxlen=_MAX_MOVES)  # live rows, and what they became
         self.n_moves = 0
         self.n_placed = 0  # of them, those that the index knows as rows of the stream; some more may be durable
@@ -102,8 +102,11 @@ class Assembler:
             writer.follow(self._live)  # last: it can't be undone
 
     def follow(self, snapshot: Snapshot) -> None:
-        """Show what a newer snapshot shows; costs what is new and what is open."""
-        self.snapshot = snapshot
+        """Show what a newer snapshot shows; costs what is new and what is open.
+
+        It may know less of the writer that is followed than was shown already: that stays.
+        """
+        self.snapshot = snapshot if self._known is None else snapshot.advanced(self._known)
         if snapshot.schema is None:
             return
         if self._writer is None:
@@ -213,10 +216,10 @@ class Assembler:
     def _advance(self, record: CommitRecord | None) -> None:
         """Know the rows that the writer has committed."""
         assert self._writer is not None
-        if record is not None and record.rows > self._known_rows:
+        if record is not None and record.rows > (self._known.rows if self._known is not None else 0):
             self.snapshot = self.snapshot.advanced(record)
             self._set_sources(written=self.index.numbers[self._writer.stream] + 1)
-            self._known_rows = record.rows
+            self._known = record
 
     def _apply(self, change: Change) -> None:
         assert self._writer is not None

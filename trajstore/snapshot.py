@@ -162,8 +162,10 @@ class Snapshot:
         return Snapshot._of(storage, schema, streams, [s for name, s in streams.items() if name not in old])
 
     def advanced(self, record: CommitRecord) -> Snapshot:
-        """The same with a newer record of one stream; reads nothing."""
+        """The same with one stream as a record says, unless it is newer here already; reads nothing."""
         old = self._streams.get(record.id)
+        if old is not None and old.record.commit >= record.commit:
+            return self
         stream = old.advanced(record) if old is not None else _Stream(StreamReader(self._storage, record))
         streams = {**self._streams, record.id: stream}
         snapshot = Snapshot(self._storage, self._schema or record.schema, streams)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ class Store:
         self._url = os.fspath(url)
         self._storage_options = dict(storage_options or {})
         self._snapshot = Snapshot(storage, None, {})
+        self._lock = threading.Lock()  # around a snapshot that takes the place of another
         self._at: str | None = None  # the checkpoint that it shows, for good
 
     def writer(
@@ -100,9 +102,10 @@ class Store:
         while self._at is None:
             before = self._snapshot
             fresh = Snapshot.load(self._storage, before.schema or read_schema(self._storage), before)
-            if self._snapshot is before:  # else another thread was faster: what it saw must not be undone
-                self._snapshot = fresh
-                return fresh
+            with self._lock:
+                if self._snapshot is before:  # else another thread was faster: what it saw must not be undone
+                    self._snapshot = fresh
+                    return fresh
         return self._snapshot
 
     @property
