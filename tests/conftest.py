@@ -17,6 +17,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 
 # In CI the same examples every time; elsewhere new ones, so that bugs are found by whoever can mend them.
@@ -48,6 +49,16 @@ def _bounded_memory() -> Iterator[None]:
     if _resident_bytes() > _held[0] + _MUCH:
         gc.collect()
         _held[0] = _resident_bytes()
+
+
+@pytest.fixture(autouse=True)
+def _empty_memory() -> Iterator[None]:
+    """Give back what a test left in ``memory://``: every listing there looks at all of it."""
+    before, dirs = set(MemoryFileSystem.store), list(MemoryFileSystem.pseudo_dirs)
+    yield
+    for key in [key for key in list(MemoryFileSystem.store) if key not in before]:
+        MemoryFileSystem.store.pop(key, None)
+    MemoryFileSystem.pseudo_dirs[:] = dirs
 
 
 BACKENDS = ["local", "memory", pytest.param("s3", marks=pytest.mark.s3)]

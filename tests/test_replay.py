@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -908,6 +910,25 @@ def test_a_checkpoint_waits_for_room_and_is_complete_then(
     buffer.close()
     with resumed(memory) as again:
         assert again.n_steps == 2
+
+
+@pytest.mark.parametrize("is_released", [False, True], ids=["closed", "released"])
+def test_a_closed_buffer_gives_its_memory_back_at_once(memory: str, is_released: bool) -> None:
+    buffer = new_buffer(memory)
+    fill(buffer, 0, 8)
+    reader = buffer.reader
+    buffer.sample(4)
+    cache = weakref.ref(buffer._source.cache)
+    gc.disable()
+    try:
+        buffer._release() if is_released else buffer.close()
+        assert cache() is None
+    finally:
+        gc.enable()
+    assert buffer._writer._pipeline.staging is None
+    for use in (reader.sample, lambda n, windows: next(reader.batches(n, windows))):
+        with pytest.raises(ClosedError, match="closed"):
+            use(2, Windows())
 
 
 def test_a_close_that_failed_is_tried_again(

@@ -15,6 +15,7 @@ import torch
 from trajstore.cpu import kernels_for
 from trajstore.episodes import EpisodeKey, EpisodeTable
 from trajstore.errors import (
+    ClosedError,
     CorruptionError,
     DataError,
     EpisodeNotFoundError,
@@ -88,7 +89,7 @@ class Assembler:
         self._kinds: dict[tuple[Windows, Where | None], Kind] = {}
         self._writer = writer
         self._live: LiveEpisodes | None = None
-        self._is_torn = False
+        self._is_torn = self._is_closed = False
         self.published: Callable[[], None] | None = None  # called after what a writer appended is shown
         for name in streams:
             self.index.number_of(name)
@@ -148,7 +149,7 @@ class Assembler:
         Where very many short episodes came since the last commit there is no room for them before the next one,
         which is then made first; ``may_commit=False`` leaves them out instead.
         """
-        if self._live is None or self._writer is None:
+        if self._live is None or self._writer is None or self._is_closed:
             return
         if self._is_torn:
             raise DataError("this reader lost track of its writer by an error before; make another")
@@ -268,8 +269,14 @@ class Assembler:
         """Whether anything was read or appended yet."""
         return self._cache is not None
 
+    def close(self) -> None:
+        """Give back the memory of the cache; nothing can be read any more."""
+        self._cache, self._is_closed = None, True
+
     @property
     def cache(self) -> ChunkCache:
+        if self._is_closed:
+            raise ClosedError(f"{self.snapshot!r} was read by a buffer that is closed")
         if self._cache is None:
             raise NotReadyError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")
         return self._cache

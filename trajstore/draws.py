@@ -264,13 +264,25 @@ class StagedDraws:
         self._n_resident = min(n_resident, self._n_segments)
         self._rng = rng
         self._seed = rng.fork().seed
+        self._orders: dict[tuple[int, int], Permutation] = {}
         self._n_drawn = self._n_turns = self.n_skipped = 0
         self._counts = np.zeros(self._n_segments, np.int64)
 
-    def segment_at(self, turn: int) -> int:
-        """The segment that entered at a turn; every round over all of them has an order of its own."""
-        cycle, place = divmod(turn, self._n_segments)
-        return int(Permutation(self._n_segments, self._seed + cycle)(place, place + 1)[0])
+    def _segments_at(self, turn: int, n: int) -> Array:
+        """The segments that enter at so many turns; every round over all of them has an order of its own."""
+        parts = []
+        while n:
+            cycle, place = divmod(turn, self._n_segments)
+            taken = min(n, self._n_segments - place)
+            parts.append(self._order(cycle)(place, place + taken))
+            turn, n = turn + taken, n - taken
+        return np.concatenate(parts)
+
+    def _order(self, cycle: int) -> Permutation:
+        kind = (self._n_segments, self._seed + cycle)
+        if kind not in self._orders:
+            self._orders = {**dict(list(self._orders.items())[-1:]), kind: Permutation(*kind)}  # two rounds meet
+        return self._orders[kind]
 
     def windows_of(self, segment: int, every: int) -> Draw:
         """Some windows of a segment: every so many-th, and the last."""
@@ -281,7 +293,7 @@ class StagedDraws:
     @property
     def next_segment(self) -> int:
         """The segment that enters next."""
-        return self.segment_at(self._n_turns + self._n_resident)
+        return int(self._segments_at(self._n_turns + self._n_resident, 1)[0])
 
     def draw(self) -> tuple[Kind, Draw] | None:
         """The windows of the next batch; an epoch has no end here."""
@@ -306,9 +318,8 @@ class StagedDraws:
         return np.concatenate(parts)
 
     def _numbers_of_turn(self, n: int) -> Array:
-        turn = self._n_turns
-        resident = np.array([self.segment_at(turn + i) for i in range(self._n_resident)])
-        resident = np.unique(resident)  # where two rounds meet, a segment may be in both
+        # Where two rounds meet, a segment may be in both.
+        resident = np.unique(self._segments_at(self._n_turns, self._n_resident))
         sizes = np.minimum((resident + 1) * self._segment, self._frozen.total) - resident * self._segment
         sums = np.cumsum(sizes)
         number = self._rng.below(n, int(sums[-1]), torch.device("cpu")).numpy()

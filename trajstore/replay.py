@@ -997,6 +997,8 @@ class ReplayBuffer:
         self._unhook()
         if self._limiter is not None:
             self._limiter.close()
+        with self._source.lock:
+            self._source.close()
         if errors:
             raise errors[0]
 
@@ -1024,6 +1026,8 @@ class ReplayBuffer:
         self._end_threads()
         _failure_of(self._world.leave)
         self._writer._release()
+        with self._source.lock:
+            self._source.close()
 
     def _end_threads(self) -> None:
         """As far as there are any, whatever they are about."""

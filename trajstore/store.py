@@ -40,6 +40,15 @@ _SKELETON = {"scratch", "streams", "checkpoints"}
 
 Url = str | os.PathLike[str]
 
+_swapping = [threading.Lock()]  # held for the moment in which a snapshot takes the place of another
+
+
+def _after_fork() -> None:
+    _swapping[0] = threading.Lock()  # whoever held it is not here to release it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 
 class Store:
     """A store at a URL: writers append to it, snapshots of it are read.
@@ -53,7 +62,6 @@ class Store:
         self._url = os.fspath(url)
         self._storage_options = dict(storage_options or {})
         self._snapshot = Snapshot(storage, None, {})
-        self._lock = threading.Lock()  # around a snapshot that takes the place of another
         self._at: str | None = None  # the checkpoint that it shows, for good
 
     def writer(
@@ -102,7 +110,7 @@ class Store:
         while self._at is None:
             before = self._snapshot
             fresh = Snapshot.load(self._storage, before.schema or read_schema(self._storage), before)
-            with self._lock:
+            with _swapping[0]:
                 if self._snapshot is before:  # else another thread was faster: what it saw must not be undone
                     self._snapshot = fresh
                     return fresh
