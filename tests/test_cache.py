@@ -315,8 +315,25 @@ def live_cache(store: Store, budget: int, live_rows: int, compiled: bool) -> Chu
 
 
 def gathered(cache: ChunkCache, source: list[int], row: list[int]) -> dict[str, torch.Tensor]:
-    rows, sources = torch.tensor(row)[None], torch.tensor(source, dtype=torch.int32)[None]
+    rows, sources = torch.tensor(row, dtype=torch.int64)[None], torch.tensor(source, dtype=torch.int32)[None]
     return cache.gather({path: Wanted(path, sources, rows) for path in FIELDS}, {})
+
+
+def test_rows_of_a_page_that_is_not_there_are_an_error_and_not_what_lies_beside() -> None:
+    store, _ = open_store([4] * 30)
+    cache = live_cache(store, 1 << 20, 0, compiled=True)
+    assert gathered(cache, [1] * 120, list(range(120)))["obs"][0, 50].tolist() == [12, 2]
+    for column in cache._columns.values():
+        page = np.array([50 // column.page_rows])
+        column.forget(page)
+        column.n_resident += 1  # as if nothing were missing
+    with pytest.raises(RuntimeError, match="field 'obs': rows were asked for that nobody read"):
+        gathered(cache, [1, 1], [0, 50])
+
+
+def test_nothing_is_gathered_of_no_rows() -> None:
+    store, _ = open_store([4] * 3)
+    assert gathered(live_cache(store, 1 << 20, 0, compiled=True), [], [])["obs"].shape[:2] == (1, 0)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -593,5 +610,5 @@ def test_compiled_loops_are_compiled_once() -> None:
             write(more, [3] * 4)
         write(writer, [2], first=100)
         reader.refresh()
-    for name in ("draw", "frame", "rows", "distinct_pages", "copy_rows"):
+    for name in ("draw", "frame", "rows", "distinct_pages", "copy_columns"):
         assert len(getattr(kernels, name).signatures) == 1, name

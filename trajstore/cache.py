@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -21,11 +21,8 @@ import torch
 from trajstore.growing import Growing
 from trajstore.schema import Array, Field
 
-Run = Callable[[Callable[[Any], Any], Sequence[int]], Iterable[Any]]
-
 MIN_SLOTS = 2
 _ABSENT = -1
-_PART_BYTES = 4 << 20  # what a thread copies at least: handing over costs as much as copying half a megabyte
 PINNED = np.iinfo(np.int64).max  # the tick of a slot that is not given away
 
 
@@ -155,6 +152,7 @@ class Column:
         self._arena = arena
         if self._kernels is not None:
             self._bytes = arena.reshape(-1).view(torch.uint8).numpy()
+            self._address = arena.data_ptr()
 
     @property
     def n_pages(self) -> int:
@@ -372,24 +370,12 @@ class Column:
         """Rows counted through over all sources."""
         return row + self._row_base.device[source]
 
-    def gather(
-        self,
-        source: torch.Tensor,
-        row: torch.Tensor,
-        out: torch.Tensor | None,
-        run: Run = map,
-        flat: tuple[Array, Array] | None = None,
-    ) -> torch.Tensor:
-        """Values of rows of resident pages, as ``[*row.shape, *row_shape]``; ``run`` may use threads.
+    def empty(self, shape: Sequence[int]) -> torch.Tensor:
+        """Memory for so many rows."""
+        return torch.empty((*shape, *self.row_shape), dtype=self.dtype, device=self._device)
 
-        ``flat`` is what `flat_rows` gives for source and row, if it is known.
-        """
-        shape = (*row.shape, *self.row_shape)
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype, device=self._device)
-        if self._kernels is not None:
-            self._copy(flat or flat_rows(source, row), out, run)
-            return out
+    def gather(self, source: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Values of rows of resident pages, as ``[*row.shape, *row_shape]``."""
         address = self.addresses(source, row).reshape(-1)
         if not self._is_direct:
             page = address.div(self.page_rows, rounding_mode="floor")
@@ -398,24 +384,10 @@ class Column:
         torch.index_select(arena, 0, address, out=out.view(self._dtype).view(-1, *self.row_shape))
         return out
 
-    def _copy(self, flat: tuple[Array, Array], out: torch.Tensor, run: Run) -> None:
-        assert self._kernels is not None
-        copy, (sources, rows) = self._kernels.copy_rows, flat
-        data = out.view(torch.uint8).numpy().reshape(-1)
-        layout = self._row_bytes, self._table.host, self.page_rows
-        bases, n_parts = self._row_base.host, min(torch.get_num_threads(), data.size // _PART_BYTES, len(rows))
-        if n_parts <= 1:
-            copy(self._bytes, *layout, sources, rows, bases, data)
-            return
-        cuts = [len(rows) * i // n_parts for i in range(n_parts + 1)]
-        window = data.size // len(rows)
-
-        def part(i: int) -> None:
-            start, stop = cuts[i], cuts[i + 1]
-            mine = data[start * window : stop * window]
-            copy(self._bytes, *layout, sources[start:stop], rows[start:stop], bases, mine)
-
-        list(run(part, range(n_parts)))
+    def layout(self, out: torch.Tensor) -> tuple[int, ...]:
+        """What a compiled loop has to know to copy rows to a tensor."""
+        table, bases = self._table.address, self._row_base.address
+        return self._address, self._row_bytes, table, self.page_rows, bases, out.data_ptr()
 
     @property
     def n_empty(self) -> int:

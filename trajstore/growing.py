@@ -41,6 +41,11 @@ class Growing:
         return self._mirror[: self.n]
 
     @property
+    def address(self) -> int:
+        """Where the values on the device begin; valid until the next change."""
+        return self._mirror.data_ptr()
+
+    @property
     def nbytes(self) -> int:
         """Memory on the device, slack included."""
         return int(self._host.nbytes)

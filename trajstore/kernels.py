@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -16,6 +17,10 @@ from trajstore.compiled import compiled, random_bits
 from trajstore.schema import Array
 
 HAS_FINAL, TERMINATED, TRUNCATED, OPEN, BEGINS = 1, 2, 4, 8, 32  # as in the index
+
+_LINE = 64  # bytes that a processor fetches at once
+_AHEAD, _MAX_AHEAD = 4, 1024  # windows, and bytes of each, that are fetched before they are copied
+_BYTES, _NUMBERS = (ir.IntType(bits).as_pointer() for bits in (8, 64))
 
 
 @intrinsic
@@ -30,6 +35,43 @@ def _copy_bytes(context: Any, out: Any, to: Any, data: Any, at: Any, n: Any) -> 
         return context.get_dummy_value()
 
     return types.void(out, types.int64, data, types.int64, types.int64), generate
+
+
+@intrinsic
+def _number_at(context: Any, address: Any, i: Any) -> Any:
+    """Element ``i`` of the int64 array at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, i = arguments
+        return builder.load(builder.gep(builder.inttoptr(address, _NUMBERS), [i]))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _copy_memory(context: Any, to: Any, at: Any, n: Any) -> Any:
+    """Copy bytes from one address to another."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, at, n = arguments
+        cgutils.raw_memcpy(builder, builder.inttoptr(to, _BYTES), builder.inttoptr(at, _BYTES), n, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _prefetch(context: Any, address: Any) -> Any:
+    """Let the processor fetch the line of an address, which need not be one of anything."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), (_BYTES, number, number, number))
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (_BYTES,), kind)
+        builder.call(prefetch, [builder.inttoptr(arguments[0], _BYTES), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 @compiled
@@ -206,33 +248,43 @@ def distinct_pages(
 
 
 @compiled
-def copy_rows(
-    arena: Array,
-    row_bytes: int,
-    table: Array,
-    page_rows: int,
-    source: Array,
-    row: Array,
-    row_base: Array,
-    out: Array,
-) -> None:
-    """Copy rows of resident pages, those that lie one after the other as one; arena and out are flat bytes."""
-    n = row.shape[1]
+def copy_columns(columns: Array, source: Array, row: Array) -> int:
+    """Copy the same rows of several columns, those that lie one after the other as one; returns -1.
+
+    Each of ``columns`` is the address of an arena, bytes of a row, the address of the page table, rows of a page,
+    the address of the first rows of sources, and the address of where the rows go. A page that is not resident
+    stops it, with the number of the column.
+    """
+    n_windows, n = row.shape
     last_source = source.shape[1] - 1
-    for b in range(row.shape[0]):
-        j = 0
-        while j < n:
-            origin = source[b, min(j, last_source)]
-            first = row[b, j]
-            address = first + row_base[origin]
-            page = address // page_rows
-            stop = min(n, j + (page + 1) * page_rows - address)
-            k = j + 1
-            while k < stop and row[b, k] - first == k - j and source[b, min(k, last_source)] == origin:
-                k += 1
-            at = (table[page] * page_rows + address - page * page_rows) * row_bytes
-            _copy_bytes(out, (b * n + j) * row_bytes, arena, at, (k - j) * row_bytes)
-            j = k
+    for c in range(len(columns)):
+        arena, row_bytes, table, page_rows, row_base, out = columns[c]
+        n_ahead = min(n * row_bytes, _MAX_AHEAD)
+        for b in range(n_windows if n else 0):
+            # Rows lie far apart: the processor is told some windows ahead what it will need.
+            for w in range(0 if b == 0 else b + _AHEAD, min(b + _AHEAD + 1, n_windows)):
+                address = row[w, 0] + _number_at(row_base, np.int64(source[w, 0]))
+                page = address // page_rows
+                at = arena + (_number_at(table, page) * page_rows + address - page * page_rows) * row_bytes
+                for line in range(0, n_ahead, _LINE):
+                    _prefetch(at + line)
+            j = 0
+            while j < n:
+                origin = np.int64(source[b, min(j, last_source)])
+                first = row[b, j]
+                address = first + _number_at(row_base, origin)
+                page = address // page_rows
+                slot = _number_at(table, page)
+                if slot < 0:
+                    return c
+                stop = min(n, j + (page + 1) * page_rows - address)
+                k = j + 1
+                while k < stop and row[b, k] - first == k - j and source[b, min(k, last_source)] == origin:
+                    k += 1
+                at = arena + (slot * page_rows + address - page * page_rows) * row_bytes
+                _copy_memory(out + (b * n + j) * row_bytes, at, (k - j) * row_bytes)
+                j = k
+    return -1
 
 
 @compiled

@@ -22,6 +22,7 @@ from trajstore.storage import Storage
 from trajstore.stream import StreamReader
 
 _N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_PART_BYTES = 4 << 20  # what a thread copies at least: handing over costs as much as copying half a megabyte
 _WAVE_CHUNKS = 256
 _FEW = 4
 _FILLED = 16
@@ -210,16 +211,47 @@ class ChunkCache:
         results: dict[str, torch.Tensor] = {}
         for path in parted:
             results |= self._gather_in_parts(self._columns[path], _of_column(wanted, path), outs)
-        flats: dict[int, tuple[Array, Array]] = {}  # fields mostly share their rows
-        for key, w in wanted.items():
-            if w.path not in parted:
-                column, flat = self._columns[w.path], flats.get(id(w.row))
-                if flat is None and self._kernels is not None:
-                    flat = flats[id(w.row)] = flat_rows(w.source, w.row)
-                results[key] = column.gather(w.source, w.row, outs.get(key), self._storage.map, flat)
+        rest = {key: w for key, w in wanted.items() if w.path not in parted}
+        for key, w in rest.items():
+            out = outs.get(key)
+            results[key] = self._columns[w.path].empty(w.row.shape) if out is None else out
+        if self._kernels is not None:
+            self._copy(self._kernels, rest, results)
+        else:
+            for key, w in rest.items():
+                self._columns[w.path].gather(w.source, w.row, results[key])
         self.stats.seconds["gather"] += time.perf_counter() - planned
         self.stats.seconds["plan"] += planned - start
         return results
+
+    def _copy(self, kernels: ModuleType, wanted: Mapping[str, Wanted], outs: Mapping[str, torch.Tensor]) -> None:
+        """Copy rows of resident pages; fields mostly share their rows, and those that do are copied in one go."""
+        groups: dict[int, list[str]] = {}
+        for key, w in wanted.items():
+            groups.setdefault(id(w.row), []).append(key)
+        for keys in groups.values():
+            w = wanted[keys[0]]
+            sources, rows = flat_rows(w.source, w.row)
+            columns = np.array([self._columns[wanted[key].path].layout(outs[key]) for key in keys])
+            for missed in self._copied(kernels, columns, sources, rows):
+                if missed >= 0:
+                    raise RuntimeError(f"field '{wanted[keys[missed]].path}': rows were asked for that nobody read")
+
+    def _copied(self, kernels: ModuleType, columns: Array, sources: Array, rows: Array) -> Iterable[int]:
+        """Copy, in several threads where there is much; gives what each of them returned."""
+        window = columns[:, 1] * rows.shape[1]  # bytes
+        n_parts = min(torch.get_num_threads(), int(window.sum()) * len(rows) // _PART_BYTES, len(rows))
+        if n_parts <= 1:
+            return [kernels.copy_columns(columns, sources, rows)]
+        cuts = [len(rows) * i // n_parts for i in range(n_parts + 1)]
+
+        def part(i: int) -> int:
+            mine, chosen = columns.copy(), slice(cuts[i], cuts[i + 1])
+            mine[:, 5] += cuts[i] * window
+            missed: int = kernels.copy_columns(mine, sources[chosen], rows[chosen])
+            return missed
+
+        return self._storage.map(part, range(n_parts))
 
     def _make_resident(self, wanted: Mapping[str, Wanted]) -> set[str]:
         """Load what is missing; returns the columns that have too few slots for the batch."""
@@ -294,7 +326,8 @@ class ChunkCache:
             self._tick += 1
             self._touch_and_load([(column, part)])
             chosen = torch.from_numpy(np.flatnonzero(np.isin(page_of, part))).to(self._device)
-            _index_copy(flat, chosen, column.gather(source[chosen], row[chosen], None))
+            values = column.gather(source[chosen], row[chosen], column.empty(chosen.shape))
+            _index_copy(flat, chosen, values)
 
     def _pass_through(self, column: Column, address: Array, page_of: Array, flat: torch.Tensor) -> None:
         """Load as many missing pages as is good for the cache; decode the others only for the rows asked for."""
