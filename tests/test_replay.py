@@ -304,8 +304,8 @@ def test_a_run_on_s3_is_resumed(new_place: Callable[[str], Place]) -> None:
             {"capacity": Retention(per_stream=Retention(steps=3)), "sample": Windows(length=4)},
             "at least the 4 steps",
         ),
-        ({"capacity": 0}, "steps: expected a positive integer, got 0"),
-        ({"capacity": "many"}, "steps: expected a positive integer, got 'many'"),
+        ({"capacity": 0}, "capacity: expected a positive integer, a Retention or None, got 0"),
+        ({"capacity": "many"}, "capacity: expected a positive integer, a Retention or None, got 'many'"),
         ({"cache_bytes": "nonsense"}, "cache_bytes: expected bytes as an int or like '4GiB', got 'nonsense'"),
         ({"commit_seconds": 0}, "commit_seconds: expected a positive number or None, got 0"),
         ({"commit_steps": 0}, "commit_steps: expected an integer of at least 1 or None, got 0"),
@@ -910,6 +910,35 @@ def test_a_checkpoint_waits_for_room_and_is_complete_then(
     buffer.close()
     with resumed(memory) as again:
         assert again.n_steps == 2
+
+
+def test_arguments_of_another_kind_are_refused_by_name(memory: str) -> None:
+    with new_buffer(memory, priorities=Priorities()) as buffer:
+        with pytest.raises(NotReadyError, match="nothing is appended yet"):
+            new_buffer(f"{memory}-other", schema=None).sample(4)
+        fill(buffer, 0, 8)
+        batch = buffer.sample(2)
+        for index in (batch, [[0, 0, 0]], batch["index"][:, :2]):
+            with pytest.raises(DataError, match=r"index: expected .*int64 of shape \(batch, 3\), got"):
+                buffer.update_priorities(index, torch.ones(2))
+        with pytest.raises(DataError, match="priority: expected a tensor, got list"):
+            buffer.update_priorities(batch["index"], [1.0, 1.0])  # type: ignore[arg-type]
+        assert buffer.update_priorities(batch["index"].numpy(), torch.ones(2)) == 0  # type: ignore[arg-type]
+        for size in ("4", 4.0, 0):
+            with pytest.raises(ValueError, match="batch_size: expected a positive integer, got"):
+                buffer.sample(size)  # type: ignore[arg-type]
+        assert buffer.stats()["n_sampled"] == 2
+
+
+def test_state_dict_lets_older_checkpoints_go(url: str) -> None:
+    with new_buffer(url) as buffer:
+        for t in range(4):
+            buffer.append(step(0, t))
+            state = buffer.state_dict(keep_last=2)
+        assert [c.id for c in buffer.checkpoints][-1] == state["checkpoint"]
+        assert len(buffer.checkpoints) == 2
+    with ReplayBuffer.resume(url, state, fsync=False) as again:
+        assert again.n_steps == 4
 
 
 @pytest.mark.parametrize("is_released", [False, True], ids=["closed", "released"])

@@ -128,8 +128,13 @@ def test_a_chunk_too_large_is_refused_before_a_store_is_made_with_it() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"a": {}}, None, {"a": 3}])
 def test_a_schema_has_fields(fields: Any) -> None:
-    with pytest.raises(SchemaError, match="expected a non-empty mapping"):
+    with pytest.raises(SchemaError, match=r"expected a (Field or a )?non-empty mapping of Fields, got"):
         Schema(fields)
+
+
+def test_a_shape_that_is_no_tuple_is_refused() -> None:
+    with pytest.raises(SchemaError, match="shape 3: expected a tuple of integers"):
+        Field("float32", 3)  # type: ignore[arg-type]
 
 
 def test_fields_are_nested_at_most_16_deep() -> None:

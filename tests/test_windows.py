@@ -350,7 +350,7 @@ def test_rewards_of_any_dtype_are_summed(dtype: str) -> None:
 
 
 def test_next_final_needs_a_field_with_a_final_value() -> None:
-    with pytest.raises(DataError, match="next_fields='final': no chosen field"):
+    with pytest.raises(DataError, match="no chosen field of the schema is final: declare Field"):
         Reader(numbered(3)).sample(2, Windows(next_fields="final"))
 
 

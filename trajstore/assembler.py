@@ -39,7 +39,7 @@ from trajstore.writer import Writer
 _MAX_KINDS = 64  # whose sums are kept
 _SPARE_ROWS = 1 << 14  # live rows beyond what a writer buffers: pages of environments are not always full
 _LEAST_LIVE_ROWS = 128
-_MAX_MOVES = 256  # commits that a plan may be older than
+_MAX_MOVED = 1 << 18  # rows that have become others since the oldest plan that is not made anew
 _SHOWN = 5
 _REWARDS = "n_step/return"
 
@@ -82,7 +82,8 @@ class Assembler:
         self.index = EpisodeIndex(device, self.kernels)
         self.budget, self.host_budget = budget, host_budget
         self._known: CommitRecord | None = None  # of the writer that is followed, as the cache knows it
-        self._moves: deque[tuple[Array, Array]] = deque(maxlen=_MAX_MOVES)  # live rows, and what they became
+        self._moves: deque[tuple[Array, Array]] = deque()  # live rows, and what they became
+        self._n_moved = 0  # rows of those
         self.n_moves = 0
         self.n_placed = 0  # of them, those that the index knows as rows of the stream; some more may be durable
         self._cache: ChunkCache | None = None
@@ -113,10 +114,11 @@ class Assembler:
         if self._writer is None:
             self._make_cache(snapshot.schema, 0)
         self.index.update(snapshot)
-        if self._live is not None:
-            self._live.retell()
         if self._cache is not None:
             self._set_sources()
+            if self._live is not None:  # the index knows episodes that grow as they were when last told whole
+                self._live.retell()
+                self._show_live()
 
     def _make_cache(self, schema: Schema, live_rows: int) -> None:
         if self._cache is None:
@@ -143,8 +145,11 @@ class Assembler:
         """Changes when steps that could be drawn before can't any more."""
         return self.index.n_evictions + (self._live.n_aborted if self._live is not None else 0)
 
-    def publish(self, *, may_commit: bool = True) -> None:
+    def publish(self, *, may_commit: bool = True, waits: bool = False) -> None:
         """Show what the writer that is followed has appended since; costs what is new and what is open.
+
+        While another thread appends, or waits for the disk in a commit, that is what was shown before, unless one
+        ``waits`` for it.
 
         Where very many short episodes came since the last commit there is no room for them before the next one,
         which is then made first; ``may_commit=False`` leaves them out instead.
@@ -154,7 +159,7 @@ class Assembler:
         if self._is_torn:
             raise DataError("this reader lost track of its writer by an error before; make another")
         # Nobody who holds the writer's lock waits for ours.
-        with self._writer.staged(blocking=self._cache is None) as staging:
+        with self._writer.staged(blocking=waits or self._cache is None) as staging:
             if self._cache is None and not self._make_live_cache(staging):
                 return
             self._is_torn = True  # until everything that was taken is where it belongs
@@ -170,7 +175,7 @@ class Assembler:
             self.published()
         if needs_commit:
             self._writer.commit()
-            self.publish(may_commit=False)
+            self.publish(may_commit=False, waits=waits)
 
     def _show_live(self) -> None:
         assert self._live is not None
@@ -217,10 +222,12 @@ class Assembler:
     def _advance(self, record: CommitRecord | None) -> None:
         """Know the rows that the writer has committed."""
         assert self._writer is not None
-        if record is not None and record.rows > (self._known.rows if self._known is not None else 0):
-            self.snapshot = self.snapshot.advanced(record)
+        known = self._known
+        if record is None or (known is not None and record.commit <= known.commit):
+            return
+        self._known, self.snapshot = record, self.snapshot.advanced(record)
+        if record.rows > (known.rows if known is not None else 0):
             self._set_sources(written=self.index.numbers[self._writer.stream] + 1)
-            self._known = record
 
     def _apply(self, change: Change) -> None:
         assert self._writer is not None
@@ -232,6 +239,9 @@ class Assembler:
             self.n_placed = max(self.n_placed, change.stop)
             self.n_moves += 1
             self._moves.append((change.live, change.rows))
+            self._n_moved += len(change.live)
+            while len(self._moves) > 1 and self._n_moved > _MAX_MOVED:
+                self._n_moved -= len(self._moves.popleft()[0])
 
     def _make_live_cache(self, staging: Staging | None) -> bool:
         """Make the cache once it is known how many rows may be on their way to disk."""
@@ -261,8 +271,12 @@ class Assembler:
     def schema(self) -> Schema:
         schema = self.snapshot.schema or (self._writer.schema if self._writer is not None else None)
         if schema is None:
-            raise NotReadyError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")
+            raise self._nothing()
         return schema
+
+    def _nothing(self) -> NotReadyError:
+        missing = "committed" if self._writer is None else "appended yet"
+        return NotReadyError(f"{self.snapshot!r} is empty: nothing is {missing}, so there is nothing to read")
 
     @property
     def has_cache(self) -> bool:
@@ -278,7 +292,7 @@ class Assembler:
         if self._is_closed:
             raise ClosedError(f"{self.snapshot!r} was read by a buffer that is closed")
         if self._cache is None:
-            raise NotReadyError(f"{self.snapshot!r} is empty: nothing is committed, so there is nothing to read")
+            raise self._nothing()
         return self._cache
 
     def kind(self, windows: Windows, where: Where | None = None) -> Kind:

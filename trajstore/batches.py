@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ import torch
 
 from trajstore.assembler import Assembler, Kind
 from trajstore.draws import Draws, RandomDraws, StagedDraws
-from trajstore.errors import ClosedError
+from trajstore.errors import ClosedError, NotReadyError
 from trajstore.hindsight import GOAL_INDEX
 from trajstore.outputs import Ring, to_batch
 from trajstore.plan import Plan
@@ -47,6 +48,7 @@ class _Planned:
     n_moves: int  # of live rows into the stream
     version: int  # of the index
     n_removed: int  # of the source
+    slot: int  # of the ring
 
 
 @dataclass(slots=True)
@@ -59,7 +61,10 @@ class _Queued:
     extras: tuple[torch.Tensor | None, ...]  # n, probability and weight, where they are drawn
     goals: torch.Tensor | None  # [B, 3]: where goals in hindsight come from; -1 where there is none
     n_removed: int  # of the source, when they were drawn
+    slot: int  # of the ring
     work: Future[_Ready] | _Planned | None  # without prefetch it is read when it is asked for; None: not planned
+    before: Future[_Ready] | None = None  # work for the same batch that was too late to be taken back
+    is_admitted: bool = False
 
 
 class Batches(Iterator[Any]):
@@ -69,7 +74,8 @@ class Batches(Iterator[Any]):
     that is given out are planned, and a thread reads and assembles them; the sequence is the same without. An
     exception of that thread is raised in place of its batch, and the batches after it go on.
 
-    Of batches drawn at random, windows that were evicted before it was their turn are drawn anew when it is.
+    Of batches drawn at random, windows that were evicted before it was their turn are drawn anew when it is; of
+    others they are left out, and counted as skipped.
     ``admit`` is called with the size of every batch before it is given out; ``plan`` makes a plan of drawn windows,
     with goals in hindsight that were drawn before where these are given.
     """
@@ -98,22 +104,15 @@ class Batches(Iterator[Any]):
         self._plan = plan if plan is not None else lambda kind, draw, goals: kind.plan(draw)
         self._queue: deque[_Queued] = deque()
         self._is_over = self._is_closed = False
+        self._taking = threading.Lock()  # several threads may take batches in turn
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-prefetch") if prefetch else None
         self._loader = _Loader(source, draws) if isinstance(draws, StagedDraws) else None
 
     def __next__(self) -> Any:
-        if self._is_closed:
-            raise ClosedError("these batches are closed")
-        self._fill()
-        with self._source.lock:
-            size = len(self._queue[0].windows) if self._queue else None
-        if size is None:
-            raise StopIteration
-        if self._admit is not None:
-            self._admit(size)
-        with self._source.lock:  # another thread may plan the queue anew, for a checkpoint
-            queued = self._queue.popleft()
-        ready = self._delivered(queued)
+        ready = None
+        with self._taking:
+            while ready is None:
+                ready = self._taken()
         assert ready.batch is not None
         if ready.event is not None:
             stream = torch.cuda.current_stream(self._source.device)
@@ -124,20 +123,48 @@ class Batches(Iterator[Any]):
                 tensor.record_stream(stream)
         return to_batch(ready.batch, self._as_tensordict)
 
-    def _delivered(self, queued: _Queued) -> _Ready:
-        """The batch, with other windows in place of those that are gone."""
+    def _taken(self) -> _Ready | None:
+        queued = self._next_queued()
+        try:
+            return self._delivered(queued)
+        except NotReadyError:  # nothing can be drawn in place of what is gone: it is still the next
+            with self._source.lock:
+                self._queue.appendleft(replace(queued, work=None))
+            raise
+
+    def _next_queued(self) -> _Queued:
+        if self._is_closed:
+            raise ClosedError("these batches are closed")
+        self._fill()
+        with self._source.lock:
+            if not self._queue:
+                raise StopIteration
+            size, is_admitted = len(self._queue[0].windows), self._queue[0].is_admitted
+        if self._admit is not None and not is_admitted:
+            self._admit(size)
+        with self._source.lock:  # another thread may plan the queue anew, for a checkpoint
+            if self._is_closed:
+                raise ClosedError("these batches are closed")
+            return replace(self._queue.popleft(), is_admitted=True)
+
+    def _delivered(self, queued: _Queued) -> _Ready | None:
+        """The batch, with other windows in place of those that are gone, or without them; None: nothing is left."""
         work = queued.work
-        if isinstance(work, Future) and not self._is_gone_by_now(queued):
+        if isinstance(work, Future) and not (self._can_redraw and self._is_gone_by_now(queued)):
             ready = work.result()
             if ready.batch is not None:
                 return ready
+        for late in (work, queued.before):  # it would write into the same memory
+            if isinstance(late, Future) and not late.cancel():
+                late.exception()
         with self._source.lock:  # held until it is read: others may evict
             if isinstance(work, _Planned) and not self._is_gone_by_now(queued):
                 return self._assemble(work, None)
-            return self._assemble(self._renewed(queued), None)
+            planned = self._renewed(queued) if self._can_redraw else self._reduced(queued)
+            return None if planned is None else self._assemble(planned, None)
 
     def _is_gone_by_now(self, queued: _Queued) -> bool:
-        if queued.n_removed == self._source.n_removed or not self._can_redraw:
+        if queued.n_removed == self._source.n_removed:
             return False
         with self._source.lock:
             return self._is_gone(queued)
@@ -160,25 +187,36 @@ class Batches(Iterator[Any]):
             drawn = self._draws.draw(int(gone.sum()))
             assert drawn is not None
             draw = _with(draw, np.flatnonzero(gone), drawn[1])
-        if isinstance(queued.work, Future):
-            queued.work.cancel()
-        return self._planned(kind, draw)
+        return self._planned(kind, draw, queued.slot)
 
-    def _are_goals_gone(self, queued: _Queued) -> bool:
-        if queued.goals is None:
+    def _reduced(self, queued: _Queued) -> _Planned | None:
+        """A plan of a batch without the windows that are gone."""
+        assert not isinstance(self._draws, (RandomDraws, PrioritisedDraws))
+        kind, handles = queued.kind, queued.windows.cpu().numpy()
+        gone = self._gone(kind, handles, queued.low.cpu().numpy())
+        self._draws.n_skipped += int(gone.sum())
+        kept, n = np.flatnonzero(~gone), queued.extras[0]
+        if not len(kept):
+            return None
+        n = None if n is None else n[torch.from_numpy(kept).to(n.device)]
+        return self._planned(kind, self._source.draw_at(kind, handles[kept], n, is_strict=False), queued.slot)
+
+    def _are_goals_gone(self, given: torch.Tensor | None) -> bool:
+        if given is None:
             return False
-        goals = queued.goals.cpu().numpy()
-        goals = goals[goals[:, 0] >= 0]
-        entry = self._source.index.find(goals[:, 0], goals[:, 1])
-        return bool(((entry < 0) | (self._source.index.t_base.host[entry] > goals[:, 2])).any())
+        goals = given.cpu().numpy()
+        return not self._source.index.has_steps_from(*goals[goals[:, 0] >= 0].T).all()
 
     def _gone(self, kind: Kind, handles: Array, low: Array) -> Array:
         """Which windows touch steps that are there no more."""
-        index, spec = self._source.index, kind.windows
-        entry = index.find(handles[:, 0], handles[:, 1])
+        spec = kind.windows
         before = min([0, *(step for _, steps in spec.stacks for step in steps)]) - spec.burn_in * spec.stride
         first = np.maximum(handles[:, 2] + before, low)
-        gone: Array = (entry < 0) | (index.t_base.host[entry] > first)
+        gone: Array = ~self._source.index.has_steps_from(handles[:, 0], handles[:, 1], first)
+        if kind.starts.chains is not None:  # it goes on in other episodes, which may be gone as well
+            kind.starts.update()
+            entry = self._source.index.find(handles[~gone, 0], handles[~gone, 1])
+            gone[~gone] = ~kind.starts.has_start(entry, handles[~gone, 2] - self._source.index.t_base.host[entry])
         return gone
 
     def _fill(self) -> None:
@@ -194,21 +232,26 @@ class Batches(Iterator[Any]):
                 self._loader.follow()
 
     def _enqueue(self, kind: Kind, draw: Draw) -> None:
-        planned = self._planned(kind, draw)
+        planned = self._planned(kind, draw, self._reserve())
         extras = draw.n, draw.probability, draw.weight
         goals, n_removed = planned.plan.known.get(GOAL_INDEX), self._source.n_removed
-        work = self._submit(planned)
-        self._queue.append(_Queued(kind, planned.windows, planned.low, extras, goals, n_removed, work))
+        work, place = self._submit(planned), planned.slot
+        self._queue.append(_Queued(kind, planned.windows, planned.low, extras, goals, n_removed, place, work))
 
-    def _planned(self, kind: Kind, draw: Draw, goals: torch.Tensor | None = None) -> _Planned:
+    def _reserve(self) -> int:
+        return self._ring.reserve() if self._ring is not None else 0
+
+    def _planned(self, kind: Kind, draw: Draw, slot: int, goals: torch.Tensor | None = None) -> _Planned:
         plan = self._plan(kind, draw, goals)
         source, windows = self._source, plan.known["index"].clone()
         low = source.index.t_base.device[draw.entry]
         windows[:, 2] = low + draw.start
         live = source.live_epoch, source.n_moves
-        return _Planned(kind, plan, windows, draw, low, *live, source.index.version, source.n_removed)
+        return _Planned(kind, plan, windows, draw, low, *live, source.index.version, source.n_removed, slot)
 
     def _submit(self, planned: _Planned) -> Future[_Ready] | _Planned:
+        if self._is_closed:
+            raise ClosedError("these batches are closed")
         if self._threads is None:
             return planned
         return self._threads.submit(self._assemble, planned, _event(self._source.device))
@@ -220,12 +263,14 @@ class Batches(Iterator[Any]):
                 return _Ready(None)
             if planned.live_epoch != self._source.live_epoch:  # steps have moved from live rows into the stream
                 plan = self._source.moved(plan, planned.n_moves) or self._plan_again(planned)
-            elif planned.version != self._source.index.version:
+            if planned.version != self._source.index.version:
                 self._source.check_plan(plan)
-            outs = self._ring.take((kind.windows, len(plan.known["index"]))) if self._ring is not None else {}
+            outs, ring = {}, self._ring
+            if ring is not None:
+                outs = ring.take(planned.slot, (kind.windows, len(plan.known["index"])))
             batch = self._source.carry_out(kind, plan, outs)
-            if self._ring is not None:
-                self._ring.give(batch)
+            if ring is not None:
+                ring.give(planned.slot, batch)
             return _Ready(batch, side.record_event() if side is not None else None)
 
     def _plan_again(self, planned: _Planned) -> Plan:
@@ -238,12 +283,11 @@ class Batches(Iterator[Any]):
     def take_back(self) -> None:
         """Plan anew what is queued, as whoever goes on from `state_dict` will: with episodes as they are now."""
         with self._source.lock:
-            if self._can_redraw:
+            if self._can_redraw and not self._is_closed:
                 queued, self._queue = list(self._queue), deque()
                 for item in queued:
-                    if isinstance(item.work, Future):
-                        item.work.cancel()
-                    self._requeue(replace(item, work=None))
+                    late = item.work if isinstance(item.work, Future) and not item.work.cancel() else item.before
+                    self._requeue(replace(item, work=None, before=late))
 
     def _requeue(self, queued: _Queued) -> None:
         """Take up a batch that was drawn before; one of which windows are gone waits for its turn."""
@@ -254,11 +298,20 @@ class Batches(Iterator[Any]):
         self._queue.append(queued)
 
     def _has_lost(self, planned: _Planned) -> bool:
-        """Whether windows are gone that could be drawn anew."""
-        if planned.n_removed == self._source.n_removed or not self._can_redraw:
+        """Whether windows are gone, or something beside them that they were planned with."""
+        if planned.n_removed == self._source.n_removed:
             return False
+        if planned.kind.starts.chains is not None or self._are_goals_gone(planned.plan.known.get(GOAL_INDEX)):
+            return True
         handles, low = planned.windows.cpu().numpy(), planned.low.cpu().numpy()
         return bool(self._gone(planned.kind, handles, low).any())
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    def __bool__(self) -> bool:
+        return True
 
     def __len__(self) -> int:
         """Batches of the whole epoch."""
@@ -299,7 +352,8 @@ class Batches(Iterator[Any]):
             for windows, low, *extras, goals in state["queued"]:
                 on_device = tuple(None if e is None else e.to(self._source.device) for e in extras)
                 low, goals = low.to(self._source.device), None if goals is None else _renumbered(goals, stream)
-                queued = _Queued(kind, _renumbered(windows, stream), low, on_device, goals, -1, None)
+                handles, place = _renumbered(windows, stream), self._reserve()
+                queued = _Queued(kind, handles, low, on_device, goals, -1, place, None)
                 plans.append(queued if self._can_redraw else self._planned_again(queued))
             self._draws.load_state_dict(state["draws"])
             self._is_over = bool(state["is_over"])
@@ -309,14 +363,14 @@ class Batches(Iterator[Any]):
 
     def _is_gone(self, queued: _Queued) -> bool:
         gone = self._gone(queued.kind, queued.windows.cpu().numpy(), queued.low.cpu().numpy())
-        return bool(gone.any()) or self._are_goals_gone(queued)
+        return bool(gone.any()) or self._are_goals_gone(queued.goals)
 
     def _planned_again(self, queued: _Queued) -> _Queued:
         n, probability, weight = queued.extras
         draw = self._source.draw_at(queued.kind, queued.windows.cpu().numpy(), n, is_strict=False)
         draw = replace(draw, probability=probability, weight=weight)
         goals = None if queued.goals is None else queued.goals.to(self._source.device)
-        planned = self._planned(queued.kind, draw, goals)
+        planned = self._planned(queued.kind, draw, queued.slot, goals)
         return replace(queued, work=planned, n_removed=self._source.n_removed)
 
     def _drop_queue(self) -> None:
@@ -327,8 +381,9 @@ class Batches(Iterator[Any]):
 
     def close(self) -> None:
         """End the background work; what was prepared is dropped. May be called again."""
-        self._is_closed = True
-        self._drop_queue()
+        with self._source.lock:
+            self._is_closed = True
+            self._drop_queue()
         if self._threads is not None:
             self._threads.shutdown(wait=True)
         if self._loader is not None:

@@ -108,10 +108,22 @@ class Checkpointer:
         self.published: str | None = None  # the last one that was
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-checkpoint")
 
+    def hold(self, taken: Taken | None) -> None:
+        """Keep what a checkpoint wants, from its cut on; None: it does not come about."""
+        self._taken = taken
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a checkpoint is on its way."""
+        return self._taken is not None
+
     def submit(self, checkpoint_id: str, taken: Taken) -> None:
         """Begin to write a checkpoint. Nothing else is on its way: wait before, so that memory stays bounded."""
-        self._taken = taken
-        self._last = self._threads.submit(self._run, checkpoint_id, taken)
+        self.hold(taken)
+        try:
+            self._last = self._threads.submit(self._run, checkpoint_id, taken)
+        except RuntimeError as error:  # the thread was ended meanwhile
+            raise ClosedError("the buffer was closed before its checkpoint was begun") from error
 
     @property
     def held(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ import torch
 from trajstore.assembler import Assembler, Kind
 from trajstore.errors import CorruptionError, DataError
 from trajstore.hindsight import Relabeller
+from trajstore.index import handles_of
 from trajstore.plan import RESERVED, Plan
 from trajstore.record import is_column_name
 from trajstore.schema import Array, Field
@@ -84,12 +85,9 @@ class DerivedColumns:
             DataError: There is no such column or step, or the values have another dtype or shape.
         """
         field = self._field(name)
-        if index.dim() != 2 or index.shape[1] != 3 or index.dtype != torch.int64:
-            raise DataError(
-                f"index: expected int64 of shape (batch, 3), got {index.dtype} of shape {tuple(index.shape)}"
-            )
+        handles = handles_of(index)
         self.follow()
-        rows, handles = _as_rows(name, field, values, len(index)), index.cpu().numpy()
+        rows = _as_rows(name, field, values, len(handles))
         length = 1 if rows.ndim == 1 + len(field.shape) else rows.shape[1]
         steps = np.repeat(handles, length, axis=0)
         steps[:, 2] += np.tile(np.arange(length) * stride, len(handles))

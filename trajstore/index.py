@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.errors import EpisodeNotFoundError
+from trajstore.errors import DataError, EpisodeNotFoundError
 from trajstore.growing import Growing
 from trajstore.numbered import ByEpisode
 from trajstore.schema import Array
@@ -226,6 +226,7 @@ class EpisodeIndex:
             own = self._closed_of(self.numbers.get(self.followed, -1))
             self._restart()
             self._append(own)
+            self.n_evictions += 1  # perhaps
 
     def _is_shown(self, stream: str) -> bool:
         """Whether there are episodes of a stream here."""
@@ -661,6 +662,13 @@ class EpisodeIndex:
                 found[chosen] = self._entries[number].get(episode[chosen])
         return found
 
+    def has_steps_from(self, stream: Array, episode: Array, t: Array) -> Array:
+        """Whether episodes are here with all of their steps from ``t`` on."""
+        entry = self.find(stream, episode)
+        found = entry >= 0
+        found[found] = self.t_base.host[entry[found]] <= t[found]
+        return found
+
     def entries_of(self, stream: int) -> ByEpisode:
         """The entry of each episode of a stream, or -1."""
         return self._entries[stream]
@@ -692,6 +700,20 @@ class EpisodeIndex:
         outputs = row.numpy().reshape(lead), source.numpy().reshape(lead)
         self.kernels.rows(entry.numpy(), flat, self.logical.host, *spans, *outputs)
         return Rows(source, row)
+
+
+def handles_of(index: Any) -> Array:
+    """Handles of steps as arrays, from what a batch holds as ``index``.
+
+    Raises:
+        DataError: It is something else.
+    """
+    if not isinstance(index, (torch.Tensor, np.ndarray)):
+        raise DataError(f"index: expected a batch's 'index', int64 of shape (batch, 3), got {type(index).__name__}")
+    handles: Array = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
+    if handles.ndim != 2 or handles.shape[1] != 3 or handles.dtype != np.int64:
+        raise DataError(f"index: expected int64 of shape (batch, 3), got {handles.dtype} of shape {handles.shape}")
+    return handles
 
 
 def _is_special(part: StreamSpans) -> bool:

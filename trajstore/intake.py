@@ -62,7 +62,8 @@ class Intake:
         expected = {path: self.schema[path] for path in self.schema.final_fields}
         if not expected:
             raise DataError(
-                "final: no field has a final value in the schema; declare it with Field(..., final=True)"
+                "final: no field has a final value in the schema, which the first commit settles; declare it"
+                " with Field(..., final=True) in a new store"
             )
         check_paths(expected, flat)
         return {path: checked(path, spec, flat[path], lead) for path, spec in expected.items()}

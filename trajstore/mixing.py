@@ -129,12 +129,13 @@ class Mixture:
     def _joined(self, turn: _Turn, out: Mapping[str, Any] | Ring | None) -> Any:
         parts = sorted(turn.parts, key=lambda part: part.position)
         shapes = _common_shapes(parts)
-        outs = out.take(tuple(shapes.items())) if isinstance(out, Ring) else flat_outputs(out)
+        slot = out.reserve() if isinstance(out, Ring) else 0
+        outs = out.take(slot, tuple(shapes.items())) if isinstance(out, Ring) else flat_outputs(out)
         check_outputs(outs, shapes)
         rows = turn.rng.bits(turn.n, _CPU).argsort(stable=True) if self._shuffle else None
         flat = _join(parts, shapes, rows, outs)
         if isinstance(out, Ring):
-            out.give(flat)
+            out.give(slot, flat)
         return nest(flat) if turn.kind is dict else turn.kind(nest(flat), batch_size=[turn.n])
 
     def update_priorities(

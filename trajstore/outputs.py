@@ -31,15 +31,19 @@ class Ring:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def take(self, kind: object) -> dict[str, torch.Tensor]:
-        """The memory whose turn it is, by flat key; empty the first time round, to be filled by `give`."""
+    def reserve(self) -> int:
+        """The place of the next batch, however often that is made."""
+        slot, self._next = self._next, (self._next + 1) % len(self._batches)
+        return slot
+
+    def take(self, slot: int, kind: object) -> dict[str, torch.Tensor]:
+        """The memory of a place, by flat key; empty the first time round, to be filled by `give`."""
         if kind != self._kind:
             self._batches, self._kind = [{} for _ in self._batches], kind
-        return self._batches[self._next]
+        return self._batches[slot]
 
-    def give(self, flat: Mapping[str, torch.Tensor]) -> None:
-        self._batches[self._next] = dict(flat)
-        self._next = (self._next + 1) % len(self._batches)
+    def give(self, slot: int, flat: Mapping[str, torch.Tensor]) -> None:
+        self._batches[slot] = dict(flat)
 
 
 def flat_outputs(out: Mapping[str, Any] | None, prefix: str = "") -> dict[str, torch.Tensor]:

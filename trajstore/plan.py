@@ -300,7 +300,10 @@ def _next_paths(schema: Schema, spec: Windows) -> list[str]:
         return selected_paths(schema, spec.next_fields)
     chosen = [path for path in selected_paths(schema, spec.fields) if schema[path].final]
     if not chosen:
-        raise DataError("next_fields='final': no chosen field of the schema has a value after the last step")
+        raise DataError(
+            "transitions hold next observations, and no chosen field of the schema is final: declare Field(...,"
+            " final=True) before anything is committed, or name fields with next_fields=[...]"
+        )
     return chosen
 
 

@@ -13,6 +13,7 @@ import torch
 from trajstore.assembler import Assembler, Kind, Where
 from trajstore.draws import Among, first_recent
 from trajstore.errors import DataError, NotReadyError
+from trajstore.index import handles_of
 from trajstore.priorities import Priorities
 from trajstore.priority_table import COLUMN, PriorityTable
 from trajstore.rng import Counter
@@ -695,10 +696,9 @@ def _rank(values: Array) -> Array:
 
 
 def _checked(index: torch.Tensor, priority: torch.Tensor) -> tuple[Array, Array]:
-    if index.dim() != 2 or index.shape[1] != 3 or index.dtype != torch.int64:
-        raise DataError(
-            f"index: expected int64 of shape (batch, 3), got {index.dtype} of shape {tuple(index.shape)}"
-        )
+    handles = handles_of(index)
+    if not isinstance(priority, torch.Tensor):
+        raise DataError(f"priority: expected a tensor, got {type(priority).__name__}")
     if priority.dim() not in (1, 2) or len(priority) != len(index):
         raise DataError(
             f"priority: expected shape ({len(index)},) or ({len(index)}, length), got {tuple(priority.shape)}"
@@ -713,7 +713,7 @@ def _checked(index: torch.Tensor, priority: torch.Tensor) -> tuple[Array, Array]
     if (values == 0).any():  # only what was 0 before it was rounded means never
         was_positive = (priority.detach() > 0).cpu().numpy() & (values == 0)
         values = np.where(was_positive, np.finfo(np.float32).smallest_subnormal, values)
-    return index.cpu().numpy(), values
+    return handles, values
 
 
 def _spread(handles: Array, values: Array, windows: Windows | None) -> tuple[Array, Array]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from trajstore.assembler import Assembler, Where
+from trajstore.assembler import Assembler, Kind, Where
 from trajstore.batches import Batches
 from trajstore.derived import DerivedColumns
 from trajstore.draws import Among, Draws, EpochDraws, RandomDraws, StagedDraws
-from trajstore.errors import DataError
+from trajstore.errors import DataError, EpisodeNotFoundError
 from trajstore.hindsight import Hindsight, Relabeller
+from trajstore.index import handles_of
 from trajstore.outputs import Ring, flat_outputs, to_batch
 from trajstore.priorities import Priorities
 from trajstore.prioritised import PrioritisedDraws, PrioritySampler
@@ -28,6 +29,8 @@ from trajstore.windows import Windows
 from trajstore.writer import Writer
 
 _REMOTE_HOST_BYTES = 1 << 30
+
+_T = TypeVar("_T")
 
 
 class Reader:
@@ -177,8 +180,16 @@ class Reader:
             DataError: An index is of no step here, or a priority is not finite or below 0; nothing was changed.
         """
         with self._source.lock:
-            self._source.publish()  # a step's handle is valid from the moment that it is appended
-            return self._sampler.update(index, priority, windows)
+            return self._knowing_all(lambda: self._sampler.update(index, priority, windows))
+
+    def _knowing_all(self, act: Callable[[], _T]) -> _T:
+        """Do what takes handles of steps, which are valid from the moment that these are appended."""
+        self._source.publish()
+        try:
+            return act()
+        except (DataError, EpisodeNotFoundError):  # perhaps of steps that came while another thread appends
+            self._source.publish(waits=True)
+            return act()
 
     def save_priorities(self, writer: Writer) -> int:
         """Hand the priorities that have changed to a writer of the same store; its next commit makes them durable.
@@ -245,8 +256,8 @@ class Reader:
             How many were ignored because their steps were evicted meanwhile.
         """
         with self._source.lock:
-            self._source.publish()
-            return self._derived.write(name, index, values, 1 if windows is None else windows.stride)
+            stride = 1 if windows is None else windows.stride
+            return self._knowing_all(lambda: self._derived.write(name, index, values, stride))
 
     def write_all(self, name: str, values: Any) -> int:
         """Set a column's values of all steps, in the order of `read_all_in_order`; returns how many those are.
@@ -309,11 +320,13 @@ class Reader:
             EpisodeNotFoundError: An episode is not here, or has no window that starts at that step.
         """
         with self._source.lock:
-            self._source.publish()  # a step's handle is valid from the moment that it is appended
-            kind = self._source.kind(windows)
-            draw = self._source.draw_at(kind, _handles(index), None, is_strict=True)
-            draw = kind.starts.with_n(draw, self._rng)
+            kind, draw = self._knowing_all(lambda: self._drawn_at(windows, index))
             return self._batch(kind, draw, out, self._relabeller(relabel, self._rng))
+
+    def _drawn_at(self, windows: Windows, index: torch.Tensor) -> tuple[Kind, Draw]:
+        kind = self._source.kind(windows)
+        draw = self._source.draw_at(kind, handles_of(index), None, is_strict=True)
+        return kind, kind.starts.with_n(draw, self._rng)
 
     def _relabeller(self, options: Hindsight | None, rng: Counter) -> Relabeller | None:
         if options is None:
@@ -334,8 +347,9 @@ class Reader:
         if not isinstance(out, Ring):
             flat = self._source.carry_out(kind, plan, flat_outputs(out))
             return to_batch(flat, self._as_tensordict)
-        flat = self._source.carry_out(kind, plan, out.take((kind.windows, len(draw.entry))))
-        out.give(flat)
+        slot = out.reserve()
+        flat = self._source.carry_out(kind, plan, out.take(slot, (kind.windows, len(draw.entry))))
+        out.give(slot, flat)
         return to_batch(flat, self._as_tensordict)
 
     def sample_episodes(
@@ -365,7 +379,7 @@ class Reader:
             entry = kind.starts.draw(batch_size, self._rng).entry
             if index is not None:
                 handles = torch.cat([index.cpu(), torch.zeros((len(index), 1), dtype=torch.int64)], 1)
-                entry = self._source.draw_at(kind, _handles(handles), None, is_strict=False).entry
+                entry = self._source.draw_at(kind, handles_of(handles), None, is_strict=False).entry
             lengths = torch.from_numpy(self._source.index.lengths())[entry.cpu()]
             whole = self._source.new_kind(replace(base, length=int(lengths.max())), where)
             return self._batch(whole, whole.starts.with_n(Draw(entry, torch.zeros_like(entry)), self._rng))
@@ -391,9 +405,10 @@ class Reader:
         is sampled. ``admit`` is called with the size of every batch before it is given out, and may wait or raise.
         """
         among = Among(where, recent_steps, recent_episodes, recent_fraction)
-        rng = self._rng.fork()
-        draws = self._draws(batch_size, windows, among, rng, prioritised)
-        return self._iterate(draws, prefetch, out, admit, self._relabeller(relabel, rng))
+        with self._source.lock:
+            rng = self._rng.fork()
+            draws = self._draws(batch_size, windows, among, rng, prioritised)
+            return self._iterate(draws, prefetch, out, admit, self._relabeller(relabel, rng))
 
     def epoch(
         self,
@@ -489,7 +504,7 @@ class Reader:
         """
         with self._source.lock:
             kind = self._source.kind(windows)
-            draw = self._source.draw_at(kind, _handles(index), None, is_strict=True)
+            draw = self._source.draw_at(kind, handles_of(index), None, is_strict=True)
             self._source.pin(kind, kind.starts.with_n(draw, Counter(0)))
 
     def unpin(self) -> None:
@@ -541,11 +556,3 @@ _SEGMENTS = 16  # of staged draws that are resident at a time; one more is on it
 
 def _host_bytes(value: int | str) -> int:
     return 0 if value == 0 else parse_bytes(value, "host_cache_bytes")
-
-
-def _handles(index: torch.Tensor) -> Any:
-    if index.dim() != 2 or index.shape[1] != 3 or index.dtype != torch.int64:
-        raise DataError(
-            f"index: expected int64 of shape (batch, 3), got {index.dtype} of shape {tuple(index.shape)}"
-        )
-    return index.cpu().numpy()

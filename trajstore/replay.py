@@ -209,6 +209,7 @@ class ReplayBuffer:
         self._storage = start.store.snapshot.storage
         self._pid = os.getpid()
         self._is_closed = self._is_closing = False
+        self._ending = threading.RLock()
         self._changed = threading.Condition()
         self._idle = threading.Event()  # no batch is being made
         self._idle.set()
@@ -450,6 +451,7 @@ class ReplayBuffer:
                 ``relabel``: see `Reader.sample`.
         """
         self._check()
+        check_positive("batch_size", batch_size)
         windows = self.options.sample if windows is None else windows
         self._admit(batch_size)
         self._idle.clear()
@@ -489,15 +491,14 @@ class ReplayBuffer:
         """
         self._check()
         windows = self.options.sample if windows is None else windows
-        counter = self._reader._rng.counter
-        iterator = self._reader.batches(batch_size, windows, prefetch=prefetch, admit=self._admit, **which)
-        if self._saved_iterators:
-            with self._source.lock:
+        with self._source.lock:  # others may sample, ask for iterators, take a checkpoint
+            counter = self._reader._rng.counter
+            iterator = self._reader.batches(batch_size, windows, prefetch=prefetch, admit=self._admit, **which)
+            if self._saved_iterators:
                 self._source.publish()
                 iterator.load_state_dict(as_tensors(self._saved_iterators.pop(0)))
-            self._reader._rng.counter = counter  # it was begun before, when a number was taken for it
-        self._iterators = [ref for ref in self._iterators if ref() is not None]
-        self._iterators.append(weakref.ref(iterator))
+                self._reader._rng.counter = counter  # it was begun before, when a number was taken for it
+            self._iterators = [*(ref for ref in self._iterators if ref() is not None), weakref.ref(iterator)]
         return iterator
 
     def epoch(self, batch_size: int, windows: Windows | None = None, **options: Any) -> Batches:
@@ -573,7 +574,7 @@ class ReplayBuffer:
         """Evict all steps that an older policy collected, and say how many; costs as much as there are steps."""
         self._check()
         with self._source.lock:
-            self._source.publish()
+            self._source.publish(waits=True)
             if self._version is None:
                 raise ValueError("no policy versions are kept; set policy_version before collecting")
             return self._remove(self._reader.column(VERSION) < version)
@@ -599,7 +600,7 @@ class ReplayBuffer:
             check_positive("n_episodes", n_episodes)
         self._check()
         with self._source.lock:
-            self._source.publish()
+            self._source.publish(waits=True)
             if n_episodes is not None:
                 entries = self._retainer.oldest(n_episodes)
             elif where is not None:
@@ -613,7 +614,7 @@ class ReplayBuffer:
         """Evict everything; episodes that are open go on. Returns how many steps went."""
         self._check()
         with self._source.lock:
-            self._source.publish()
+            self._source.publish(waits=True)
             return self._remove(np.ones(self._source.index.n_steps, bool))
 
     def _remove(self, chosen: Array) -> int:
@@ -817,6 +818,9 @@ class ReplayBuffer:
     def refresh(self) -> None:
         """Show what other writers of this session's world have committed meanwhile; costs what is new."""
         self._check()
+        self._follow_others()
+
+    def _follow_others(self) -> None:
         self._store.refresh()
         with self._source.lock:
             fresh = self._start.shown()
@@ -895,17 +899,19 @@ class ReplayBuffer:
                 self._saver.cancel()  # nobody waits for it any longer
                 raise
 
-    def _take_cut(self, name: str, keep_last: int | None) -> Taken:
-        """What a checkpoint of this moment holds."""
+    def _take_cut(self, name: str, keep_last: int | None, hold: Callable[[Taken], None]) -> Taken:
+        """What a checkpoint of this moment holds; ``hold`` is told of it before anything can be evicted after."""
+        if self._world.size > 1 and self.options.share == "whole":  # others may have evicted what is shown here
+            self._follow_others()
         try:
-            while (taken := self._try_cut(name, keep_last)) is None:
+            while (taken := self._try_cut(name, keep_last, hold)) is None:
                 self._appendable.clear()  # else others might append for ever what there is no room for
                 self._writer.commit()
             return taken
         finally:
             self._appendable.set()
 
-    def _try_cut(self, name: str, keep_last: int | None) -> Taken | None:
+    def _try_cut(self, name: str, keep_last: int | None, hold: Callable[[Taken], None]) -> Taken | None:
         """The same; None if some of what was appended can't be shown before it is committed."""
         with self._source.lock, self._writer.staged(blocking=True) as staging:
             self._source.publish(may_commit=False)
@@ -916,14 +922,17 @@ class ReplayBuffer:
             cuts, state = self._cuts(wanted), self._state()
             ticket = self._writer.cut(lambda found: self._cut_done(record, found))
             own = self._writer.stream
-            return Taken(name, cuts, own, wanted.get(own, 0), state, record, ticket, keep_last)
+            taken = Taken(name, cuts, own, wanted.get(own, 0), state, record, ticket, keep_last)
+            hold(taken)
+            return taken
 
-    def state_dict(self) -> dict[str, str]:
+    def state_dict(self, *, keep_last: int | None = None) -> dict[str, str]:
         """What to keep in a checkpoint of one's own, to `resume` from: names a checkpoint that is durable by then.
 
-        The state itself stands in the store, where it keeps what it needs from being evicted.
+        The state itself stands in the store, where it keeps what it needs from being deleted; ``keep_last`` lets
+        older checkpoints of this lineage go.
         """
-        return {"url": self.url, "checkpoint": self.save_checkpoint("state", wait=True)}
+        return {"url": self.url, "checkpoint": self.save_checkpoint("state", wait=True, keep_last=keep_last)}
 
     def _cut_done(self, result: Future[Any], record: CommitRecord | None) -> None:
         # On the background thread, in order of commits: statistics are those of this very cut.
@@ -944,7 +953,7 @@ class ReplayBuffer:
         return cuts
 
     def _state(self) -> dict[str, Any]:
-        iterators = [i for ref in self._iterators if (i := ref()) is not None]
+        iterators = [i for ref in self._iterators if (i := ref()) is not None and not i.is_closed]
         for iterator in iterators:
             iterator.take_back()
         return {
@@ -981,9 +990,12 @@ class ReplayBuffer:
 
         If it fails because the storage does, it may be called again; until then nothing that was appended is lost.
         """
-        if self._is_closed:
-            return
         self._check_process()
+        with self._ending:
+            if not self._is_closed:
+                self._close()
+
+    def _close(self) -> None:
         if not self._writer.is_closed:
             self._writer.commit()
             with self._source.lock:

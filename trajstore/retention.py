@@ -20,6 +20,7 @@ from trajstore.spans import ranges
 _PAGE_ROWS = 1024  # steps of one environment after the other leave together within so many that arrived
 PART = 256  # an eviction frees one part in so many of a limit, so that its cost is spread over many appends
 _AGES = 64  # a step may outlive an age limit by one part in so many
+_MANY_ARRIVALS = 4096
 _MANY_EPISODES = 1 << 17
 _AT_ONCE = 4096  # arrivals looked at in one go
 CAUSES = ("steps", "episodes", "bytes", "age", "removed")
@@ -65,7 +66,11 @@ class Retention:
     @staticmethod
     def of(capacity: int | Retention | None) -> Retention:
         """A number is one of steps."""
-        return capacity if isinstance(capacity, Retention) else Retention(steps=capacity)
+        if isinstance(capacity, Retention):
+            return capacity
+        if capacity is not None and (not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1):
+            raise ValueError(f"capacity: expected a positive integer, a Retention or None, got {capacity!r}")
+        return Retention(steps=capacity)
 
 
 class _Queue:
@@ -74,6 +79,7 @@ class _Queue:
     def __init__(self) -> None:
         self._data = np.empty((5, 64))
         self._first = self._stop = 0
+        self.enough = _MANY_ARRIVALS  # with more it is looked which are left
 
     def __len__(self) -> int:
         return self._stop - self._first
@@ -95,6 +101,11 @@ class _Queue:
 
     def drop(self, n: int) -> None:
         self._first += n
+
+    def keep(self, chosen: Array) -> None:
+        self._data = self.items()[:, chosen]
+        self._first, self._stop = 0, self._data.shape[1]
+        self.enough = 2 * self._stop + _MANY_ARRIVALS
 
     @property
     def first_order(self) -> float:
@@ -158,6 +169,9 @@ class Retainer:
             mine = items[0] == number
             queue = self._queues.setdefault(number, _Queue())
             queue.push(np.concatenate([order[None, mine], items[1:, mine]]))
+            if len(queue) > queue.enough:  # many may have gone otherwise than by their age
+                start, stop = self._left(number, *queue.items()[1:4].astype(np.int64))
+                queue.keep(stop > start)
 
     def _arrive(self, episodes: Array, now: float) -> None:
         if not self._n_paged:
@@ -258,6 +272,8 @@ class Retainer:
     def _left(self, number: int, episode: Array, t: Array, n: Array) -> tuple[Array, Array]:
         """Which steps of arrivals are still here, from and to; a final row is none."""
         index = self._source.index
+        if not index.n:
+            return t, t
         entry = index.find(np.full(len(episode), number), episode)
         base = np.where(entry >= 0, index.t_base.host[entry], GONE)
         stop = np.where(entry >= 0, base + index.lengths_of(entry), 0)

@@ -41,7 +41,7 @@ class Saver:
         parent: Id of the checkpoint that the session started from.
         check: Given the first rows that a checkpoint wants, raises if an eviction has passed them.
         commit: Waits for the commit of a ticket, giving it another try if it failed.
-        take: Takes the cut of this moment: given its name, and how many to keep.
+        take: Takes the cut of this moment: given its name, how many to keep, and who is told of it at once.
         options: See there.
     """
 
@@ -52,7 +52,7 @@ class Saver:
         parent: str | None,
         check: Callable[[Mapping[str, int]], None],
         commit: Callable[[int], None],
-        take: Callable[[str, int | None], Taken],
+        take: Callable[[str, int | None, Callable[[Taken], None]], Taken],
         options: SavingOptions,
     ) -> None:
         self._storage = storage
@@ -96,16 +96,32 @@ class Saver:
     def save(self, name: str, *, wait: bool, keep_last: int | None) -> str:
         """Take this rank's cut now; all ranks call this with the same name."""
         checkpoints.new_checkpoint_id(name)  # refuses names before anything is begun
-        before = self._before()
-        with self._lock:
-            id_ = checkpoints.new_checkpoint_id(name) if self._world.size == 1 else self._next_id(name)
-            self._called.submit(id_, replace(self._take(name, keep_last), lane=_CALLED))
+        id_ = before = None
+        while id_ is None:  # another thread may be faster after the wait
+            before = self._before() or before
+            id_ = self._begin(name, keep_last)
         if before is not None:
             before.add_note(f"trajstore: that was an earlier checkpoint; '{id_}' is on its way")
             raise before
         if wait:
             self._called.wait()
         return id_
+
+    def _begin(self, name: str, keep_last: int | None) -> str | None:
+        """Take the cut and have it saved; None if another one is on its way."""
+        with self._lock:
+            if self._called.is_busy:
+                return None
+            id_ = checkpoints.new_checkpoint_id(name) if self._world.size == 1 else self._next_id(name)
+            self._submit(self._called, id_, name, keep_last, _CALLED)
+            return id_
+
+    def _submit(self, checkpointer: Checkpointer, id_: str, name: str, keep_last: int | None, lane: str) -> None:
+        try:
+            checkpointer.submit(id_, replace(self._take(name, keep_last, checkpointer.hold), lane=lane))
+        except BaseException:
+            checkpointer.hold(None)
+            raise
 
     def _before(self) -> BaseException | None:
         """Wait for the checkpoint before; what it failed with must not keep this rank from the next one."""
@@ -138,7 +154,7 @@ class Saver:
 
     def _take_asked(self, name: str, id_: str) -> Callable[[], None]:
         with self._lock:
-            self._asked.submit(id_, replace(self._take(name, self._options.keep_last), lane=_ASKED))
+            self._submit(self._asked, id_, name, self._options.keep_last, _ASKED)
         return self._asked.wait
 
     def wait(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -93,6 +93,8 @@ class Field:
         object.__setattr__(self, "dtype", name)
         if name not in DTYPES:
             raise SchemaError(f"dtype {name!r} can't be stored; expected one of {', '.join(sorted(DTYPES))}")
+        if not isinstance(self.shape, Iterable):
+            raise SchemaError(f"shape {self.shape!r}: expected a tuple of integers")
         shape = tuple(self.shape)
         if len(shape) > MAX_AXES or not all(
             isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n > 0 for n in shape
@@ -268,7 +270,8 @@ def _field_kwargs(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _walk_fields(fields: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Field]]:
     if not isinstance(fields, Mapping) or not fields:
-        raise SchemaError(f"fields{' of ' + prefix[:-1] if prefix else ''}: expected a non-empty mapping")
+        what = f"field '{prefix[:-1]}': expected a Field or a" if prefix else "fields: expected a"
+        raise SchemaError(f"{what} non-empty mapping of Fields, got {fields!r}")
     _check_case(fields, prefix)
     for name, value in fields.items():
         path = prefix + check_name(name, f"field name in '{prefix}'" if prefix else "field name")
@@ -324,7 +327,8 @@ def flatten(data: Any, prefix: str = "", into: dict[str, Any] | None = None) -> 
     flat: dict[str, Any] = {} if into is None else into
     for name, value in data.items():
         if not isinstance(name, str) or "/" in name:
-            raise DataError(f"field name {name!r} in '{prefix}': expected a string without '/'")
+            within = f" in '{prefix}'" if prefix else ""
+            raise DataError(f"field name {name!r}{within}: expected a string without '/'")
         # A TensorDict is a mapping and has a dtype; a column of pandas has items and is none.
         if hasattr(value, "items") and (isinstance(value, Mapping) or not hasattr(value, "dtype")):
             flatten(value, f"{prefix}{name}/", flat)

@@ -250,9 +250,15 @@ class StepTable:
         return self._n_forgotten + len(self._log)
 
     def forget_episode(self, stream: int, episode: int, start: int, stop: int) -> Array:
-        """Take away what is kept of some steps of an episode that is not in the index any more."""
-        home = int(self._homes(np.array([stream]), np.array([episode]))[0])
-        address = home + np.arange(start, stop) if home != _HOMELESS else np.empty(0, np.int64)
+        """Take away what is kept of some steps of an episode that is not in the index any more.
+
+        It may have lost its first steps and moved since these were noted: only what lies in its own range is its.
+        """
+        home, limit, _ = (int(value[0]) for value in self._get(np.array([stream]), np.array([episode])))
+        if home == _HOMELESS:
+            return np.empty(0, np.int64)
+        first = self._starts.host[np.searchsorted(self._starts.host, home + limit - 1, side="right") - 1]
+        address = np.arange(max(home + start, int(first)), home + min(stop, limit))
         self._blank(address)
         return address
 

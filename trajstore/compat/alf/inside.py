@@ -26,7 +26,7 @@ def priorities_of(buffer: ReplayBuffer, handles: Array) -> torch.Tensor:
     """Priorities of steps that are in the buffer, float64 on its device."""
     reader = buffer.reader
     with reader._source.lock:
-        reader._source.publish()
+        reader._source.publish(waits=True)
         reader.follow_priorities()
         table = reader._sampler.table
         values = table.get(table.steps.addresses_of(handles))
@@ -62,7 +62,7 @@ def keep_column(buffer: ReplayBuffer, name: str, handles: Array, values: Array) 
 def sweep(buffer: ReplayBuffer, rows: Rows) -> None:
     """Take away the steps that rows have given up, as the buffer's own limits do."""
     with buffer._source.lock:
-        buffer._source.publish()  # may fail, as storage does: before rows forget what is to go
+        buffer._source.publish(waits=True)  # may fail, as storage does: before rows forget what is to go
         stream, episode, floor = rows.forget()
         if len(stream):
             buffer._retainer._evict("steps", stream, episode, floor)
