@@ -998,8 +998,7 @@ class ReplayBuffer:
     def _close(self) -> None:
         if not self._writer.is_closed:
             self._writer.commit()
-            with self._source.lock:
-                self._source.publish()  # evicts for the last time
+            self._evict_last()
         self._is_closing = True
         errors = [e for end in (self._saver.close, self._sweeper.close) if (e := _failure_of(end))]
         self._note_marks()
@@ -1013,6 +1012,14 @@ class ReplayBuffer:
             self._source.close()
         if errors:
             raise errors[0]
+
+    def _evict_last(self) -> None:
+        with self._source.lock:
+            try:
+                self._source.publish()
+            except ValueError:  # `cache_bytes` has no room for what was appended, and nobody has looked before:
+                if self._source.has_cache:  # whoever opens the store next applies its limits
+                    raise
 
     def _unhook(self) -> None:
         if self._hooks is not None:
