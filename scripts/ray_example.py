@@ -7,6 +7,7 @@ Nothing stops when the actor dies: Ray starts it again, it opens its partition f
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -122,6 +123,7 @@ def table(rounds: list[Round]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="trajstore-ray-") as directory:

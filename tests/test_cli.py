@@ -19,8 +19,10 @@ from typer.testing import CliRunner, Result
 import trajstore
 from tests.conftest import Place
 from tests.sharding import mark, read_record
+from tests.test_compat_rlinf import rlinf_directory, trajectory
 from trajstore import Field, Schema, cli
 from trajstore.checkpoints import Checkpoint, new_checkpoint_id, save
+from trajstore.commands import storage_options
 from trajstore.storage import LocalStorage
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -203,7 +205,7 @@ def test_sample_shows_keys_shapes_and_figures(template: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     assert re.search(r"observation/pixels +16x8x8x8 +uint8 +0 +0 +0\b", result.stdout)
     assert re.search(r"latent +16x8x2 +bfloat16 +1 +1 +1\b", result.stdout)
-    for part in ("n_step/return", "16x3", "steps a second", "misses", "compressed"):
+    for part in ("n_step/return", "16x3", "steps a second", "everything fits; ", "compressed"):
         assert part in result.stdout
 
 
@@ -258,6 +260,15 @@ def test_damage_met_while_sampling_is_a_problem_of_the_store(root: Path) -> None
     result = run("sample", root, "--window", 8)
     assert result.exit_code == 1
     assert re.match(r"trajstore: .*stream 'rank0-.*', array 'steps/action', chunk 0 .*\n\Z", result.stderr)
+
+
+def test_sample_of_a_store_that_does_not_fit_counts_hits_and_evictions(url: str) -> None:
+    with trajstore.create(
+        url, Schema({"o": Field("float64", (64,), chunk_rows=256)}), fsync=False
+    ).writer() as writer:
+        writer.append_episode({"o": np.zeros((10_000, 64))}, terminated=True)
+    shown = run("sample", url, "--batch", 4, "--window", 8, "--n", 30, "--cache-bytes", "2MiB").stdout
+    assert re.search(r"Cache: [\d,]+ hits, [\d,]+ misses, [1-9][\d,]* evictions", shown)
 
 
 # ---- verify --------------------------------------------------------------------------------------------
@@ -350,6 +361,27 @@ def test_storage_options_are_never_shown(command: str, pairs: list[str], templat
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.s3
+def test_trajectories_of_rlinf_reach_an_object_store_by_options_that_are_not_shown(
+    new_place: Any, tmp_path: Path
+) -> None:
+    place: Place = new_place("s3")
+    endpoint = place.options["client_kwargs"]["endpoint_url"]
+    given = ["key=test-key", "secret=test-secret", f"client_kwargs.endpoint_url={endpoint}"]
+    options = [part for pair in given for part in ("--storage-option", pair)]
+    rlinf_directory(tmp_path / "run", {n: trajectory(n) for n in range(3)})
+    shown = [
+        run("rlinf", "import", tmp_path / "run", place.url, *options),
+        run("rlinf", "sample", "--load-path", place.url, "--sample-window-size", 2, "--json", *options),
+        run("rlinf", "export", place.url, tmp_path / "out", *options),
+        run("rlinf", "export", place.url + "-not", tmp_path / "other", *options),
+    ]
+    assert [result.exit_code for result in shown] == [0, 0, 0, 2], [result.stderr for result in shown]
+    assert json.loads(shown[1].stdout)["num_trajectories"] == 2
+    for result in shown:
+        assert not any(secret in result.output for secret in ("test-key", "test-secret", endpoint))
+
+
 def test_an_unexpected_failure_shows_no_storage_options(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, storage_options: dict[str, Any], **__: Any) -> None:
         raise RuntimeError(f"could not log in with {storage_options}")
@@ -383,7 +415,7 @@ def test_an_object_store_is_reached_with_options_that_are_not_shown(new_place: A
 
 def test_options_nest_and_are_json_where_they_look_so() -> None:
     pairs = ["key=123", "anon=true", "token=a=b", 'kwargs={"x": 1}', "config.retries.mode=fast"]
-    assert cli._storage_options(pairs) == {
+    assert storage_options(pairs) == {
         "key": "123",
         "anon": True,
         "token": "a=b",
@@ -409,9 +441,9 @@ def test_there_are_no_colours_where_there_is_no_terminal(command: tuple[Any, ...
     assert "\x1b" not in result.output
 
 
-@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("command", [*sorted(cli.COMMANDS), "rlinf import", "rlinf export", "rlinf sample"])
 def test_every_command_and_option_has_help(command: str) -> None:
-    result = run(command, "--help")
+    result = run(*command.split(), "--help")
     assert result.exit_code == 0
     for option in ("--storage-option", "--json", "--help"):
         assert option in result.output
@@ -441,6 +473,17 @@ def test_without_typer_the_entry_point_names_the_extra() -> None:
     result = run_process(f"import sys; sys.modules['typer'] = None; {entry_point()}", "info", "x")
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "trajstore: the command line needs typer: pip install 'trajstore[cli]'\n"
+
+
+def test_the_version_is_shown() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"trajstore {trajstore.__version__}\n")
+
+
+def test_the_package_runs_as_a_module(template: Path) -> None:
+    result = run_process("import runpy; runpy.run_module('trajstore', run_name='__main__')", "verify", template)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "No problems." in result.stdout
 
 
 def test_the_module_can_be_imported_without_its_extra_and_without_torch() -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.conftest import Place
 from tests.faulty import DieAt, Died, FailOnce, FaultyStorage, no_space, real_storage, through
 from tests.test_memory import status_bytes
 from trajstore import Field, Schema, cli
+from trajstore.converting import engine
 from trajstore.converting.engine import KEY_COLUMN, Report, export_episodes, import_episodes
 from trajstore.converting.formats import FORMATS, Format
 from trajstore.converting.ports import Episode
@@ -89,6 +90,9 @@ class Kept:
 
     def done(self) -> Sequence[str]:
         return [episode.key for episode in self.episodes]
+
+    def kept(self, episode: Episode) -> Episode:
+        return episode
 
     def write(self, episode: Episode) -> None:
         if len(self.episodes) == self._fail_at:
@@ -522,7 +526,7 @@ def flat(tmp_path: Path) -> Path:
     path = tmp_path / "flat.hdf5"
     with h5py.File(path, "w") as file:
         file["observations"], file["rewards"] = np.arange(30.0).reshape(10, 3), np.ones(10, np.float32)
-        file["terminals"] = np.arange(10) == 4
+        file["terminals"], file["timeouts"] = np.arange(10) == 4, np.zeros(10, bool)
     return path
 
 
@@ -530,7 +534,7 @@ def test_a_dataset_is_imported_and_exported_by_command(flat: Path, url: str, tmp
     result = run("import", "d4rl", flat, url)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "2 episodes of 10 steps" in result.stdout
-    assert "2 were read back: all are equal" in result.stdout
+    assert "Read back: 2 episodes, equal bit by bit." in result.stdout
     target = tmp_path / "out.hdf5"
     report = json.loads(run("export", "d4rl", url, target, "--fields", "observation", "--json").stdout)
     assert report == {
@@ -540,6 +544,7 @@ def test_a_dataset_is_imported_and_exported_by_command(flat: Path, url: str, tmp
         "n_skipped": 0,
         "n_steps": 10,
         "n_verified": 2,
+        "n_left_out": 0,
     }
     with h5py.File(target) as file:
         assert set(file) == {"observations", "terminals", "timeouts"}
@@ -559,6 +564,11 @@ def test_options_of_a_format_are_given_by_name(flat: Path, url: str) -> None:
         (["--option", "speed=3"], "option 'speed': expected one of skip, keep_next, max_episode_steps"),
         (["--option", "speed"], "--option: expected NAME=VALUE, got 'speed'"),
         (["--skip", "terminals"], "expected arrays of steps and 'terminals'"),
+        (["--skip", "reward"], "skip 'reward': there is nothing of that name to leave out; there are observations"),
+        (
+            ["--skip", "timeouts"],
+            "no 'timeouts', so nobody knows where episodes were cut off: give max_",
+        ),
         (["--option", "skip=terminals"], "expected arrays of steps and 'terminals'"),
         (["--option", "skip=5"], "option 'skip': expected a name, or a list of names as JSON, got 5"),
         (["--option", "max_episode_steps=abc"], "max_episode_steps"),
@@ -578,6 +588,7 @@ def test_what_is_wrong_is_said_in_one_line(flat: Path, url: str, arguments: list
         (["torchrl", "--option", "capacity=abc"], "capacity: expected a positive whole number, got 'abc'"),
         (["torchrl", "--option", "observations=3"], "option 'observations': expected a name"),
         (["lerobot", "--option", "fps=fast"], "fps"),
+        (["torchrl", "--option", "observations=observation"], "; --option drop_last=true leaves such steps out"),
     ],
 )
 def test_what_is_wrong_with_an_export_is_said_in_one_line(
@@ -589,6 +600,59 @@ def test_what_is_wrong_with_an_export_is_said_in_one_line(
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_export_that_wrote_no_episode_leaves_nothing_behind(name: str, tmp_path: Path) -> None:
+    url, out = tmp_path / "store", tmp_path / "out"
+    trajstore.create(url, SCHEMA)
+    result = run("export", name, url, out / "own-v0")
+    assert (result.exit_code, "has no such episodes" in result.stderr) == (2, True)
+    assert list(out.iterdir()) == []
+
+
+@pytest.fixture
+def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Have somebody press Ctrl-C after so many episodes."""
+
+    def press(n: int) -> None:
+        original = engine._Count.add
+
+        def add(self: Any, by: int = 1) -> None:
+            original(self, by)
+            if self._n == n:
+                signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(engine._Count, "add", add)
+
+    return press
+
+
+def test_an_import_that_is_interrupted_says_how_to_go_on(flat: Path, url: str, interrupt_at: Any) -> None:
+    interrupt_at(1)
+    result = run("import", "d4rl", flat, url)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == "trajstore: interrupted; the same command goes on where this one stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("n", "message"),
+    [
+        (0, "nothing was written"),
+        (1, "the same command goes on where this one stopped ({0}.partial, {0}.journal)"),
+        (3, "{0} is written whole, but not all of it was read back; to do both again, remove it"),
+    ],
+)
+def test_an_export_that_is_interrupted_says_what_it_left(
+    n: int, message: str, flat: Path, url: str, tmp_path: Path, interrupt_at: Any
+) -> None:
+    assert run("import", "d4rl", flat, url).exit_code == 0
+    interrupt_at(n)
+    result = run("export", "d4rl", url, tmp_path / "out.hdf5")
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert result.stderr == f"trajstore: interrupted; {message.format(tmp_path / 'out.hdf5')}\n"
+    left = sorted(path.name for path in tmp_path.glob("out.hdf5*"))
+    assert left == {0: [], 1: ["out.hdf5.journal", "out.hdf5.partial"], 3: ["out.hdf5"]}[n]
 
 
 def test_a_store_that_differs_from_its_dataset_has_a_problem(flat: Path, url: str) -> None:

@@ -118,6 +118,19 @@ def test_what_is_skipped_is_left_out(demos: Path, url: str) -> None:
     assert len(store) == 11
 
 
+@pytest.mark.parametrize("name", ["reward", "obs/eef", "mask/trains", "demo_12345", "data"])
+def test_a_name_to_skip_that_is_not_there_is_refused(name: str, demos: Path) -> None:
+    with pytest.raises(DataError, match=rf"skip '{name}': there is nothing of that name.*; there are .*rewards"):
+        robomimic.open_source(demos, skip=["rewards", name])
+
+
+def test_a_name_to_skip_may_be_of_some_demonstrations_only(demos: Path) -> None:
+    with h5py.File(demos, "r+") as file:
+        last = file["data"][max(file["data"])]
+        last["extra"], last.attrs["note"] = np.zeros(3), "x"
+    robomimic.open_source(demos, skip=["extra", "note", "obs", "obs/robot0_eef_pos"]).close()
+
+
 def test_a_next_observation_that_is_another_is_refused_with_its_step_or_kept(demos: Path, url: str) -> None:
     with h5py.File(demos, "r+") as file:
         file["data/demo_2/next_obs/robot0_eef_pos"][3] = 7
@@ -275,9 +288,21 @@ def test_old_files_without_timeouts_are_cut_by_length(tmp_path: Path, url: str) 
     assert list(store.episodes["end"]) == ["terminated", "truncated", "cut"]
 
 
-@pytest.mark.parametrize("n", [0, -1, "5", True])
+def test_old_files_without_timeouts_are_refused_until_somebody_says_where_episodes_end(tmp_path: Path) -> None:
+    arrays = flat_arrays([5, 5, 2], with_next=False)
+    del arrays["timeouts"]
+    path = write_flat(tmp_path / "d.hdf5", arrays)
+    with pytest.raises(DataError, match=r"d.hdf5 has no 'timeouts'.*: give max_episode_steps .*, or 0 if"):
+        d4rl.open_source(path)
+    source = d4rl.open_source(path, max_episode_steps=0)
+    assert [len(source.read(key).steps["reward"]) for key in "01"] == [5, 7]
+    assert not source.read("1").truncated
+    source.close()
+
+
+@pytest.mark.parametrize("n", [-1, "5", True])
 def test_a_length_that_is_none_is_refused(n: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="max_episode_steps: expected a positive number"):
+    with pytest.raises(DataError, match="max_episode_steps: expected a number of steps"):
         d4rl.open_source(write_flat(tmp_path / "d.hdf5", flat_arrays(LENGTHS)), max_episode_steps=n)
 
 
@@ -305,6 +330,12 @@ def test_metadata_that_others_gave_the_same_names_are_kept_or_refused(url: str, 
         writer.append_episode(steps, metadata={"attributes": {"odd": {"a": None}}})
     with pytest.raises(DataError, match="attribute 'odd': HDF5 can't hold"):
         export_episodes(url + "-odd", robomimic.open_sink(tmp_path / "odd.hdf5"))
+
+
+def test_a_name_to_skip_that_a_flat_file_has_not_is_refused(tmp_path: Path) -> None:
+    path = write_flat(tmp_path / "d.hdf5", flat_arrays(LENGTHS))
+    with pytest.raises(DataError, match=r"skip 'timeout': there is nothing of that name.*; there are .*timeouts"):
+        d4rl.open_source(path, skip=["timeout"])
 
 
 def test_arrays_of_another_length_are_named_and_may_be_skipped(tmp_path: Path, url: str) -> None:
@@ -338,7 +369,7 @@ def peak_of_a_million_rows(directory: str) -> int:
         for start in range(0, 1_000_000, 50_000):
             observations[start : start + 50_000] = noise(start, 50_000, 25)
         file["rewards"] = np.zeros(1_000_000, np.float32)
-        file["terminals"] = np.arange(1, 1_000_001) % 1000 == 0
+        file["terminals"], file["timeouts"] = np.arange(1, 1_000_001) % 1000 == 0, np.zeros(1_000_000, bool)
     first = d4rl.open_source(path)
     first.read("0")
     first.close()
@@ -538,7 +569,8 @@ def test_what_can_not_be_read_safely_or_kept_whole_is_refused(
         spoil(file)
     with pytest.raises((FormatError, DataError, trajstore.SchemaError), match=message):
         imported(robomimic.open_source(demos), url)
-    assert imported(robomimic.open_source(demos, skip=["secret", "secret name"]), url + "-skipped")
+    name = "secret name" if spoil is with_an_odd_name else "secret"
+    assert imported(robomimic.open_source(demos, skip=[name]), url + "-skipped")
 
 
 @pytest.mark.parametrize("open_source", [robomimic.open_source, d4rl.open_source])

@@ -109,6 +109,11 @@ def test_features_can_be_left_out_by_either_name():
         assert not [path for path in open_source(MADE, skip=[name]).schema if "images" in path]
 
 
+def test_a_name_to_skip_that_is_not_there_is_refused():
+    with pytest.raises(DataError, match=r"skip 'observation.image': there is nothing .*; there are .*images.top"):
+        open_source(MADE, skip=["observation.state", "observation.image"])
+
+
 def test_videos_without_a_decoder_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(MissingExtraError, match=r"trajstore\[video\].*videos=False"):
@@ -418,8 +423,12 @@ def test_final_observations_are_refused_and_can_be_left_out(tmp_path):
     store = some_store(tmp_path, has_final=True)
     with pytest.raises(DataError, match=r"field 'observation/state' has a final value.*drop_final=True"):
         export_episodes(store, open_sink(tmp_path / "own", fps=10, task="walk"))
-    export_episodes(store, open_sink(tmp_path / "other", fps=10, task="walk", drop_final=True))
-    assert [len(e.steps["observation"]["state"]) for e in read_all(open_source(tmp_path / "other"))] == [3, 5]
+    sink = open_sink(
+        tmp_path / "own", fps=10, task="walk", drop_final=True
+    )  # which the refused one does not hinder
+    report = export_episodes(store, sink, reread=lambda: open_source(tmp_path / "own"))
+    assert (report.n_steps, report.n_left_out, report.n_verified) == (8, 0, 2)
+    assert [len(e.steps["observation"]["state"]) for e in read_all(open_source(tmp_path / "own"))] == [3, 5]
 
 
 @pytest.mark.parametrize(

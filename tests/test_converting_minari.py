@@ -185,6 +185,15 @@ def test_infos_are_fields(root, kind):
     assert "reward" not in open_source(path, skip=["reward"]).schema
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("name", ["info/sped", "infos/sped", "observatoin", "terminations"])
+def test_a_name_to_skip_that_is_not_there_is_refused(root, kind, name):
+    infos = {"speed": np.ones(4), "deep": {"lives": np.ones(4)}}
+    path = made(root, [plain_episode(3, np.random.default_rng(0), infos=infos)], data_format=kind)
+    with pytest.raises(DataError, match=rf"skip '{name}': there is nothing of that name.*; there are .*speed"):
+        open_source(path, skip=["info/deep", "infos/deep/lives", "rewards", "dataset", name])
+
+
 def test_infos_of_every_step_but_the_first_have_no_final_value(root):
     rng = np.random.default_rng(0)
     path = made(root, [plain_episode(3, rng, infos={"deep": {"speed": np.ones(3)}})])
@@ -510,6 +519,17 @@ def test_the_last_step_of_an_episode_without_a_final_observation_can_be_left_out
     assert first.observations.tolist() == [0, 1, 2]
     assert first.truncations.tolist() == [False, False]
     assert second.truncations.tolist() == [False, False, True]
+
+
+def test_steps_that_are_left_out_on_purpose_are_counted_and_the_others_verified(root):
+    url, target = str(root / "store"), root / "own-v0"
+    with trajstore.create(url).writer() as writer:
+        for n_observed in (4, 5):
+            steps = {"observation": np.arange(n_observed), "action": np.arange(4), "reward": np.ones(4)}
+            writer.append_episode(steps, terminated=True)
+    report = export_episodes(url, open_sink(target, drop_last=True), reread=lambda: open_source(target))
+    assert (report.n_episodes, report.n_steps, report.n_left_out, report.n_verified) == (2, 7, 1, 2)
+    assert [e.terminated for e in read_all(open_source(target))] == [False, True]
 
 
 def test_an_export_that_was_abandoned_is_gone_on_with(root):

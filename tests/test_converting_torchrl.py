@@ -243,6 +243,12 @@ def test_what_is_not_a_tensor_is_refused_and_can_be_left_out(tmp_path):
     assert "note" not in open_source(path, skip=["index", "note"]).schema
 
 
+def test_a_name_to_skip_that_is_not_there_is_refused(tmp_path):
+    path = dump(tmp_path, rollout([3]))
+    with pytest.raises(DataError, match=r"skip 'next/rewards': there is nothing of .*; there are .*next/reward"):
+        open_source(path, skip=["index", "next/rewards"])
+
+
 def test_no_pickle_is_opened(tmp_path):
     path = dump(tmp_path, rollout([3]))
     assert (path / "prefetch.pkl").exists()
@@ -382,7 +388,7 @@ def test_counts_that_are_none_are_refused_before_anything_is_written(options, tm
 
 def test_rewards_at_the_root_and_of_the_next_step_come_back_both(tmp_path):
     number = torch.arange(6.0)[:, None]
-    done = number == 5
+    done = (number == 2) | (number == 5)
     after = {"observation": number + 1, "reward": number + 10, "done": done, "terminated": done}
     data = TensorDict({"observation": number, "reward": number + 9, "next": after}, batch_size=[6])
     buffer = TensorDictReplayBuffer(storage=LazyMemmapStorage(6), batch_size=2)
@@ -391,7 +397,7 @@ def test_rewards_at_the_root_and_of_the_next_step_come_back_both(tmp_path):
     import_episodes(open_source(tmp_path / "dump"), tmp_path / "store")
     again = tmp_path / "again"
     report = export_episodes(tmp_path / "store", open_sink(again), reread=lambda: open_source(again))
-    assert report.n_verified == 1
+    assert report.n_verified == 2
     other = TensorDictReplayBuffer(storage=LazyTensorStorage(6), batch_size=2)
     other.loads(again)
     for key in ("observation", "reward", ("next", "observation"), ("next", "reward")):
@@ -456,6 +462,22 @@ def test_the_last_step_of_an_episode_without_a_final_observation_can_be_left_out
     assert [e.terminated for e in found] == [False, True]
 
 
+def test_steps_that_are_left_out_on_purpose_are_counted_and_the_others_verified(tmp_path):
+    url, target = str(tmp_path / "store"), tmp_path / "dump"
+    with trajstore.create(url).writer() as writer:
+        for n_steps, n_observed in ((4, 5), (1, 1), (4, 4)):
+            writer.append_episode({"obs": np.arange(n_observed), "action": np.arange(n_steps)}, terminated=True)
+    report = export_episodes(url, open_sink(target, drop_last=True), reread=lambda: open_source(target))
+    assert (report.n_episodes, report.n_steps, report.n_left_out, report.n_verified) == (3, 7, 2, 3)
+    assert [e.terminated for e in episodes(open_source(target))] == [True, False]
+
+
+def test_a_step_of_which_every_field_has_a_next_value_can_not_be_left_out(tmp_path):
+    sink = open_sink(tmp_path / "dump", observations=["obs", "action"], drop_last=True)
+    with pytest.raises(DataError, match="nobody could tell steps from them"):
+        sink.write(episode("a", 3, 3))
+
+
 def test_an_export_that_was_abandoned_is_gone_on_with(tmp_path):
     sink = open_sink(tmp_path / "dump")
     sink.write(episode("a", 3, 4, terminated=True))
@@ -496,9 +518,31 @@ def test_a_line_of_the_journal_that_was_torn_does_not_count(tmp_path):
 
 
 def test_an_export_is_not_gone_on_with_other_options(tmp_path):
-    open_sink(tmp_path / "dump").abandon()
-    with pytest.raises(DataError, match="was begun as"):
+    sink = open_sink(tmp_path / "dump")
+    sink.write(episode("a", 3, 4))
+    sink.abandon()
+    both = rf"remove it and {tmp_path / 'dump'}\.journal to begin again"
+    with pytest.raises(DataError, match=rf"dump\.partial was .*: drop_last was false and is true; .*{both}"):
         open_sink(tmp_path / "dump", drop_last=True)
+
+
+@pytest.mark.parametrize("journal", [None, "", "[]\n", '{"key": "a"}\n'])
+def test_what_no_export_has_left_is_not_touched(tmp_path, journal):
+    (tmp_path / "dump.partial").mkdir()
+    (tmp_path / "dump.partial/mine").touch()
+    if journal is not None:
+        (tmp_path / "dump.journal").write_text(journal)
+    with pytest.raises(StoreExistsError, match="is not what an export has left"):
+        open_sink(tmp_path / "dump")
+    assert (tmp_path / "dump.partial/mine").exists()
+
+
+def test_an_export_that_was_killed_before_its_first_episode_binds_nobody(tmp_path):
+    open_sink(tmp_path / "dump")
+    sink = open_sink(tmp_path / "dump", drop_last=True)
+    sink.write(episode("a", 3, 4))
+    sink.finish()
+    assert len(episodes(open_source(tmp_path / "dump"))) == 1
 
 
 def test_a_place_that_is_taken_is_refused(tmp_path):

@@ -476,6 +476,14 @@ def test_arrays_of_meta_that_can_not_be_kept_are_named_and_may_be_skipped(buffer
             open_in_place(buffer, skip=[f"meta/{other}"])
 
 
+@pytest.mark.parametrize("name", ["image", "meta/sed", "meta/episode_ends"])
+def test_a_name_to_skip_that_is_not_there_is_refused(name: str, buffer: Path) -> None:
+    put(buffer, "meta/seed", np.arange(4))
+    with pytest.raises(DataError, match=rf"skip '{name}': there is nothing of .*; there are .*img.*meta/seed"):
+        open_in_place(buffer, skip=["action", name])
+    assert not open_in_place(buffer, skip=["meta"]).meta
+
+
 def test_zeros_that_are_made_small_are_no_claim(buffer: Path) -> None:
     disk = numcodecs.Blosc("zstd", clevel=5, shuffle=numcodecs.Blosc.BITSHUFFLE)
     put(buffer, "data/mask", np.zeros((20, 1 << 22), np.uint8), chunks=(1, 1 << 22), compressors=disk)

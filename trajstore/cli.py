@@ -1,14 +1,13 @@
 """The command line: look at a store, sample it once, verify it, plan and ask for checkpoints.
 
 Commands are plain functions that return an exit code: 0 fine, 1 the store has problems, 2 the command could not
-do its work. `main` dresses them for typer, which like rich is imported only then; without them it says what to
-install.
+do its work, 130 somebody interrupted it. `main` dresses them for typer, which like rich is imported only then;
+without them it says what to install.
 """
 
 import contextlib
 import importlib.util
 import inspect
-import json
 import operator
 import statistics
 import sys
@@ -29,6 +28,7 @@ from trajstore.chunks import Codec
 from trajstore.commands import (
     FAILED,
     FINE,
+    INTERRUPTED,
     PROBLEMS,
     Argument,
     AsJson,
@@ -37,8 +37,10 @@ from trajstore.commands import (
     Pairs,
     Url,
     UsageError,
+    counted,
     progress_bar,
     show,
+    storage_options,
     usage,
 )
 from trajstore.compat.rlinf_commands import RLINF_COMMANDS
@@ -124,7 +126,7 @@ def verify_store(
     over, such as temporary files, is noted. Ends with 1 if there are problems.
     """
     with usage(), progress_bar("chunks") as progress:
-        options = _storage_options(storage_option)
+        options = storage_options(storage_option)
         report = verify(_checked(url), fast=fast, at=at, progress=progress, storage_options=options)
     show({"fast": fast, "is_clean": report.is_clean} | asdict(report), _show_report, as_json)
     return FINE if report.is_clean else PROBLEMS
@@ -161,7 +163,7 @@ def redistribute(
             world_size=ranks,
             policy=policy,  # type: ignore[arg-type]
             incomplete=incomplete,
-            storage_options=_storage_options(storage_option),
+            storage_options=storage_options(storage_option),
         )
     show({"checkpoint": plan.checkpoint} | asdict(plan.report), _show_partitions, as_json)
     return FINE
@@ -178,7 +180,7 @@ def request_checkpoint(
     Leaves a note in the store, and does not wait.
     """
     with usage():
-        options = _storage_options(storage_option)
+        options = storage_options(storage_option)
         world = trajstore.request_checkpoint(_checked(url), name, storage_options=options)
     show({"name": name, "world": world}, _show_request, as_json)
     return FINE
@@ -199,7 +201,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
 
 def _open(url: str, pairs: Sequence[str] | None, at: str | None = None) -> Snapshot:
     with usage():
-        store = trajstore.open(_checked(url), storage_options=_storage_options(pairs))
+        store = trajstore.open(_checked(url), storage_options=storage_options(pairs))
         if at is None:
             return store.snapshot
         storage = store.snapshot.storage
@@ -210,32 +212,6 @@ def _checked(url: str) -> str:
     if url.startswith("memory:"):
         raise UsageError("memory:// is gone with the process that made it; give a directory or an object store")
     return url
-
-
-def _storage_options(pairs: Sequence[str] | None) -> dict[str, Any]:
-    """Options from ``KEY=VALUE``: dots in the key nest, and JSON objects, lists and words are taken as such."""
-    options: dict[str, Any] = {}
-    for pair in pairs or ():
-        key, equals, text = pair.partition("=")
-        if not equals or not all(key.split(".")):
-            raise UsageError("--storage-option: expected KEY=VALUE")  # what came may be a secret
-        *groups, name = key.split(".")
-        inner = options
-        for group in groups:
-            inner = inner.setdefault(group, {})
-            if not isinstance(inner, dict):
-                raise UsageError(f"--storage-option: {group!r} is given both as a value and as a group")
-        inner[name] = _option_value(text)
-    return options
-
-
-def _option_value(text: str) -> Any:
-    if text in ("true", "false", "null") or text[:1] in ("{", "["):
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise UsageError("--storage-option: expected JSON after a bracket or brace") from None
-    return text  # also what looks like a number: a key may
 
 
 def _secrets(pairs: Iterable[str]) -> set[str]:
@@ -249,7 +225,7 @@ def _secrets(pairs: Iterable[str]) -> set[str]:
 
     found = {pair.partition("=")[2] or pair for pair in pairs}
     with contextlib.suppress(UsageError):
-        found.update(leaves(_storage_options(list(pairs))))
+        found.update(leaves(storage_options(list(pairs))))
     return {secret for secret in found if len(secret) >= _MIN_SECRET} - {"true", "false", "null"}
 
 
@@ -506,7 +482,8 @@ def _show_episodes(console: "Console", episodes: Facts) -> None:
     console.print("Episodes", style="bold")
     ends = ", ".join(f"{n:,} {end}" for end, n in episodes["ends"].items())
     console.print(
-        f"  {episodes['n_episodes']:,} episodes{': ' if ends else ''}{ends}; {episodes['n_steps']:,} steps"
+        f"  {counted(episodes['n_episodes'], 'episode')}{': ' if ends else ''}{ends}; "
+        + counted(episodes["n_steps"], "step")
     )
     for name in ("length", "return"):
         if episodes[name]:
@@ -540,7 +517,7 @@ def _show_partitions(console: "Console", facts: Facts) -> None:
         for cause, by_rank in facts[kind].items():
             n, steps = (sum(counts[what] for counts in by_rank) for what in ("episodes", "steps"))
             if n:
-                console.print(f"{kind}, {cause}: {n:,} episodes of {steps:,} steps")
+                console.print(f"{kind}, {cause}: {counted(n, 'episode')} of {counted(steps, 'step')}")
 
 
 def _show_request(console: "Console", facts: Facts) -> None:
@@ -562,10 +539,17 @@ def _show_sample(console: "Console", facts: Facts) -> None:
     console.print(
         f", then {_seconds(seconds['median_batch'])} each: {facts['steps_per_second']:,.0f} steps a second"
     )
-    console.print(f"Cache: {cache['hits']:,} hits, {cache['misses']:,} misses, {cache['evictions']:,} evictions")
+    console.print(_cache_line(cache))
     read, decoded = cache["bytes_read"], cache["bytes_decoded"]
     ratio = f", compressed {decoded / read:.1f}x" if read else ""
     console.print(f"Read {_bytes(read)}, decoded {_bytes(decoded)}{ratio}")
+
+
+def _cache_line(cache: Facts) -> str:
+    """Hits are counted only where something had to go: of a store that fits nothing is looked for twice."""
+    if not cache["evictions"]:
+        return f"Cache: everything fits; {counted(cache['misses'], 'chunk')} read, none of them twice"
+    return f"Cache: {cache['hits']:,} hits, {cache['misses']:,} misses, {cache['evictions']:,} evictions"
 
 
 def _show_report(console: "Console", facts: Facts) -> None:
@@ -575,10 +559,10 @@ def _show_report(console: "Console", facts: Facts) -> None:
             label = "problem" if style == "red" else "note"
             console.print(f"{label}: {_plain(item['where'])}: {_plain(item['what'])}", style=style, soft_wrap=True)
     counts = facts["counts"]
-    looked = ", ".join(f"{counts[name]:,} {name}" for name in ("streams", "episodes", "rows", "chunks"))
+    looked = ", ".join(counted(counts[f"{noun}s"], noun) for noun in ("stream", "episode", "row", "chunk"))
     console.print(f"Checked {looked}; {_bytes(counts['bytes'])} {'there, not read' if facts['fast'] else 'read'}.")
     n = len(facts["problems"])
-    verdict = "No problems." if not n else "1 problem." if n == 1 else f"{n:,} problems."
+    verdict = f"{counted(n, 'problem')}." if n else "No problems."
     console.print(verdict, style="bold red" if n else "bold green")
 
 
@@ -637,14 +621,32 @@ def app() -> "typer.Typer":
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    made.callback()(_root())
     for name, command in COMMANDS.items():
         made.command(name)(_dressed(command, name))
     rlinf = typer.Typer(help="Directories of trajectories as RLinf has them.", no_args_is_help=True)
     for name, command in RLINF_COMMANDS.items():
         rlinf.command(name)(_dressed(command, name))
     made.add_typer(rlinf, name="rlinf")
-    add_commands(made, Shell(_exit_code, _storage_options))
+    add_commands(made, Shell(_exit_code))
     return made
+
+
+def _root() -> Callable[..., None]:
+    """What comes before any command."""
+    import typer
+
+    def show_version(is_asked: bool) -> None:
+        if is_asked:
+            sys.stdout.write(f"trajstore {trajstore.__version__}\n")
+            raise typer.Exit(FINE)
+
+    option = typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=show_version)
+
+    def root(version: Annotated[bool, option] = False) -> None:
+        del version  # shown already
+
+    return root
 
 
 def _dressed(command: Callable[..., int], name: str) -> Callable[..., None]:
@@ -686,6 +688,9 @@ def _exit_code(command: Callable[..., int], arguments: Mapping[str, Any]) -> int
     except (TrajstoreError, UsageError) as error:
         _complain(str(error), secrets)
         return PROBLEMS if isinstance(error, CorruptionError) else FAILED
+    except KeyboardInterrupt as interrupt:
+        _complain("; ".join(["interrupted", *map(str, interrupt.args)]), secrets)
+        return INTERRUPTED
     except Exception:
         _complain(traceback.format_exc(), secrets, is_one_line=False)
         return FAILED

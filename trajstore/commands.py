@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FINE, PROBLEMS, FAILED = 0, 1, 2
+INTERRUPTED = 130  # as shells have it
 Facts = dict[str, Any]
 Progress = Callable[[int, int], None]  # done, in all
 _PIPE_WIDTH = 240  # columns, where the output is no terminal and lines may be as long as they need
@@ -61,6 +62,48 @@ def usage(*more: type[Exception]) -> Iterator[None]:
             raise
         is_plain = error.args and not isinstance(error, OSError)
         raise UsageError(str(error.args[0]) if is_plain else str(error) or type(error).__name__) from error
+
+
+def storage_options(pairs: Sequence[str] | None) -> dict[str, Any]:
+    """Options from ``KEY=VALUE``: dots in the key nest, and JSON objects, lists and words are taken as such."""
+    options: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, text = pair.partition("=")
+        if not equals or not all(key.split(".")):
+            raise UsageError("--storage-option: expected KEY=VALUE")  # what came may be a secret
+        *groups, name = key.split(".")
+        inner = options
+        for group in groups:
+            inner = inner.setdefault(group, {})
+            if not isinstance(inner, dict):
+                raise UsageError(f"--storage-option: {group!r} is given both as a value and as a group")
+        inner[name] = _option_value(text)
+    return options
+
+
+def _option_value(text: str) -> Any:
+    if text in ("true", "false", "null") or text[:1] in ("{", "["):
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise UsageError("--storage-option: expected JSON after a bracket or brace") from None
+    return text  # also what looks like a number: a key may
+
+
+@contextlib.contextmanager
+def resumable(
+    left: Callable[[], str] = lambda: "the same command goes on where this one stopped",
+) -> Iterator[None]:
+    """Say with an interrupt what became of the work, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(left()) from None
+
+
+def counted(n: int, noun: str) -> str:
+    """A number of things."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def show(facts: Facts, how: Callable[["Console", Facts], None], as_json: bool) -> None:

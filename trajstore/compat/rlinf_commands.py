@@ -4,11 +4,26 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trajstore.commands import FINE, Argument, AsJson, Facts, Option, Url, UsageError, progress_bar, show, usage
+from trajstore.commands import (
+    FINE,
+    Argument,
+    AsJson,
+    Facts,
+    Option,
+    Pairs,
+    Url,
+    UsageError,
+    progress_bar,
+    resumable,
+    show,
+    storage_options,
+    usage,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
     from trajstore.compat.rlinf.merging import How, Target
 
 Source = Annotated[str, Option("--source-path", "Where the directory is, or those of all ranks.", "PATH")]
@@ -31,6 +46,7 @@ def sample(
     cache_size: Annotated[int, Option("--cache-size", "Accepted, and without a meaning.")] = 5,
     enable_cache: Annotated[bool, Option("--enable-cache", "Accepted, and without a meaning.")] = False,
     trusted: Trusted = False,
+    storage_option: Pairs = None,
     as_json: AsJson = False,
 ) -> int:
     """Load trajectories, sample once, and show keys, shapes and dtypes of the batch."""
@@ -40,7 +56,10 @@ def sample(
     with usage(FileNotFoundError):
         buffer = TrajectoryReplayBuffer(sample_window_size=sample_window_size)
         try:
-            buffer.load_checkpoint(load_path, trusted=trusted)
+            if options := storage_options(storage_option):
+                _load_store(buffer, load_path, options)
+            else:
+                buffer.load_checkpoint(load_path, trusted=trusted)
             batch = flat(buffer.sample(num_chunks))
             facts = {**buffer.get_stats(), "batch": {path: _described(leaf) for path, leaf in batch.items()}}
         finally:
@@ -97,13 +116,17 @@ def import_(
     url: Url,
     trusted: Trusted = False,
     verify: Verify = True,
+    storage_option: Pairs = None,
     as_json: AsJson = False,
 ) -> int:
     """Write a directory to a store; goes on where an earlier run stopped."""
     from trajstore.compat.rlinf.transfer import import_directory
 
-    with usage(FileNotFoundError), progress_bar("trajectories") as progress:
-        report = import_directory(source, url, trusted=trusted, verify=verify, progress=progress)
+    options = storage_options(storage_option)
+    with resumable(), usage(FileNotFoundError), progress_bar("trajectories") as progress:
+        report = import_directory(
+            source, url, trusted=trusted, verify=verify, progress=progress, storage_options=options
+        )
     show({"source": source, "target": url, **asdict(report)}, _show_report, as_json)
     return FINE
 
@@ -112,13 +135,15 @@ def export(
     url: Url,
     target: Annotated[str, Argument("The directory.", "TARGET")],
     verify: Verify = True,
+    storage_option: Pairs = None,
     as_json: AsJson = False,
 ) -> int:
     """Write a store of trajectories as a directory that RLinf loads; goes on where an earlier run stopped."""
     from trajstore.compat.rlinf.transfer import export_directory
 
-    with usage(), progress_bar("trajectories") as progress:
-        report = export_directory(url, target, verify=verify, progress=progress)
+    options = storage_options(storage_option)
+    with resumable(), usage(), progress_bar("trajectories") as progress:
+        report = export_directory(url, target, verify=verify, progress=progress, storage_options=options)
     show({"source": url, "target": target, **asdict(report)}, _show_report, as_json)
     return FINE
 
@@ -130,6 +155,15 @@ RLINF_COMMANDS: dict[str, Callable[..., int]] = {
     "import": import_,
     "export": export,
 }
+
+
+def _load_store(buffer: "TrajectoryReplayBuffer", url: str, options: dict[str, Any]) -> None:
+    """Load the newest trajectories of a store that is reached by options of its own."""
+    from trajstore.compat.rlinf.stored import StoredTrajectories
+
+    stored = StoredTrajectories.open(url, options)
+    for number in stored.numbers[-buffer.sample_window_size :]:
+        buffer.add_numbered(number, stored.load(number))
 
 
 def _how(how: str, copy: bool) -> "How":

@@ -3,15 +3,17 @@
 import contextlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from trajstore.commands import FINE, Facts, progress_bar, show
+from trajstore.commands import FINE, Facts, counted, progress_bar, resumable, show, storage_options
 from trajstore.converting.engine import Report, export_episodes, import_episodes
 from trajstore.converting.formats import FORMATS, Format
-from trajstore.errors import DataError, TrajstoreError
+from trajstore.errors import DataError, FormatError, SchemaError, TrajstoreError
 from trajstore.store import open as open_store
 
 if TYPE_CHECKING:
@@ -29,11 +31,9 @@ class Shell:
 
     Attributes:
         run: Calls a command with arguments; its exit code, or one for what it raised.
-        storage_options: Options from ``KEY=VALUE``.
     """
 
     run: Callable[[Callable[..., int], Mapping[str, Any]], int]
-    storage_options: Callable[[Sequence[str] | None], dict[str, Any]]
 
 
 def add_commands(app: "typer.Typer", shell: Shell) -> None:
@@ -68,18 +68,22 @@ def _importer(kind: Format, shell: Shell) -> Callable[..., None]:
     ) -> None:
         def work(storage_option: Sequence[str]) -> int:
             options = _checked(kind, "open_source", _options(option) | ({"skip": skip} if skip else {}))
-            storage_options = shell.storage_options(storage_option)
             with (
+                resumable(),
                 contextlib.closing(_opened(kind.open_source, source, options)) as dataset,
                 progress_bar("episodes") as progress,
             ):
                 report = import_episodes(
-                    dataset, url, verify=verify, progress=progress, storage_options=storage_options
+                    dataset,
+                    url,
+                    verify=verify,
+                    progress=progress,
+                    storage_options=storage_options(storage_option),
                 )
             show(asdict(report), _show, as_json)
             return FINE
 
-        raise typer.Exit(shell.run(work, {"storage_option": storage_option}))
+        raise typer.Exit(shell.run(_as_options(work), {"storage_option": storage_option}))
 
     return command
 
@@ -99,8 +103,8 @@ def _exporter(kind: Format, shell: Shell) -> Callable[..., None]:
     ) -> None:
         def work(storage_option: Sequence[str]) -> int:
             options = _checked(kind, "open_sink", _options(option))
-            store = open_store(url, at=at or None, storage_options=shell.storage_options(storage_option))
-            with progress_bar("episodes") as progress:
+            store = open_store(url, at=at or None, storage_options=storage_options(storage_option))
+            with resumable(lambda: _left_of(target)), progress_bar("episodes") as progress:
                 report = export_episodes(
                     store,
                     _opened(kind.open_sink, target, options),
@@ -111,9 +115,32 @@ def _exporter(kind: Format, shell: Shell) -> Callable[..., None]:
             show(asdict(report), _show, as_json)
             return FINE
 
-        raise typer.Exit(shell.run(work, {"storage_option": storage_option}))
+        raise typer.Exit(shell.run(_as_options(work), {"storage_option": storage_option}))
 
     return command
+
+
+def _as_options(work: Callable[..., int]) -> Callable[..., int]:
+    """The same, with hints in its errors as somebody at the command line can follow them."""
+
+    def run(**arguments: Any) -> int:
+        try:
+            return work(**arguments)
+        except (DataError, FormatError, SchemaError) as error:
+            message = re.sub(r"\bskip=\['([^']+)'\]", r"--skip \1", str(error))
+            message = re.sub(r"\b([a-z_]+)=True\b", r"--option \1=true", message)
+            raise type(error)(message) from error
+
+    return run
+
+
+def _left_of(target: str) -> str:
+    """What an export that was interrupted has left, and what to do."""
+    if Path(f"{target}.journal").exists():
+        return f"the same command goes on where this one stopped ({target}.partial, {target}.journal)"
+    if Path(target).exists():
+        return f"{target} is written whole, but not all of it was read back; to do both again, remove it"
+    return "nothing was written"
 
 
 def _repeated(name: str, about: str, metavar: str) -> Any:
@@ -168,8 +195,11 @@ def _opened(opener: Callable[..., T], path: str, options: Mapping[str, Any]) -> 
 
 def _show(console: "Console", facts: Facts) -> None:
     report = Report(**facts)
-    console.print(f"{report.n_episodes:,} episodes of {report.n_steps:,} steps: {report.source} -> {report.target}")
+    written = f"{counted(report.n_episodes, 'episode')} of {counted(report.n_steps, 'step')}"
+    console.print(f"{written}: {report.source} -> {report.target}")
+    if report.n_left_out:
+        console.print(f"{counted(report.n_left_out, 'step')} left out, as asked for.")
     if report.n_skipped:
-        console.print(f"{report.n_skipped:,} were there already.")
+        console.print(f"There already: {counted(report.n_skipped, 'episode')}.")
     if report.n_verified:
-        console.print(f"{report.n_verified:,} were read back: all are equal, bit by bit.")
+        console.print(f"Read back: {counted(report.n_verified, 'episode')}, equal bit by bit.")

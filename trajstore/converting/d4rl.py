@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.converting import hdf5
+from trajstore.converting.fields import check_skip
 from trajstore.converting.layout import Layout
 from trajstore.converting.plain import mapping, restored
 from trajstore.converting.ports import Episode
@@ -34,23 +35,26 @@ def open_source(
         path: Of the file.
         skip: Arrays and groups to leave out, as they are called in the file.
         keep_next: Keep ``next_observations`` as a field of its own, also where it is not what comes next.
-        max_episode_steps: Episodes end after so many steps, too: for old files, which have no ``timeouts``.
+        max_episode_steps: Episodes end after so many steps, too: for old files, which have no ``timeouts``. 0: they
+            end by ``terminals`` only.
 
     Raises:
         FormatError: It is no such file, or damaged.
-        DataError: Something in it can't be stored.
+        DataError: Something in it can't be stored, or nobody knows where its episodes end.
     """
-    if max_episode_steps is not None and not (type(max_episode_steps) is int and max_episode_steps > 0):
-        raise DataError(f"max_episode_steps: expected a positive number or None, got {max_episode_steps!r}")
+    if max_episode_steps is not None and not (type(max_episode_steps) is int and max_episode_steps >= 0):
+        raise DataError(f"max_episode_steps: expected a number of steps, 0 or None, got {max_episode_steps!r}")
     file = hdf5.opened(path)
     try:
         found = hdf5.arrays(file, {*skip, _METADATA})
         arrays = {name: array for name, array in found.items() if not LAYOUT.is_skipped(name, skip)}
         flags = {name: arrays.pop(name) for name in _FLAGS if name in arrays}
         n_steps = _n_steps(file, flags, arrays)
+        _check_timeouts(file, flags, max_episode_steps)
         stops = _stops(flags, n_steps, max_episode_steps)
         schema = LAYOUT.schema(file.filename, arrays, keep_next=keep_next)
         facts = _facts(file, skip)
+        check_skip(file.filename, skip, hdf5.names(file, skip))
     except BaseException:
         file.close()
         raise
@@ -70,6 +74,15 @@ def _n_steps(file: Any, flags: Mapping[str, Any], arrays: Mapping[str, Any]) -> 
     return n_steps
 
 
+def _check_timeouts(file: Any, flags: Mapping[str, Any], max_episode_steps: int | None) -> None:
+    """Refuse to guess: episodes that ended by a time limit would be joined."""
+    if "timeouts" not in flags and max_episode_steps is None:
+        raise DataError(
+            f"{file.filename} has no 'timeouts', so nobody knows where episodes were cut off:"
+            " give max_episode_steps (the environment's), or 0 if episodes end by terminals only"
+        )
+
+
 def _stops(flags: Mapping[str, Any], n_steps: int, max_episode_steps: int | None) -> list[int]:
     """Where episodes stop; the last one stops with the file."""
     stops: list[int] = []
@@ -79,7 +92,7 @@ def _stops(flags: Mapping[str, Any], n_steps: int, max_episode_steps: int | None
         stops += (start + 1 + np.flatnonzero(ended)).tolist()
     if n_steps and (not stops or stops[-1] < n_steps):
         stops.append(n_steps)
-    if max_episode_steps is None:
+    if not max_episode_steps:
         return stops
     starts = [0, *stops[:-1]]
     return [
@@ -169,6 +182,9 @@ class D4rlSink:
     def done(self) -> Sequence[str]:
         return self._parts.done()
 
+    def kept(self, episode: Episode) -> Episode:
+        return episode
+
     def write(self, episode: Episode) -> None:
         arrays = LAYOUT.split(flatten(episode.steps))
         _check_names(arrays)
@@ -206,7 +222,7 @@ class D4rlSink:
                 into[start:stop] = array[()]
 
     def abandon(self) -> None:
-        self._parts.flush()
+        self._parts.abandon()
 
 
 def _check_names(arrays: Iterable[str]) -> None:

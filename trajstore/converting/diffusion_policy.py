@@ -14,7 +14,7 @@ import numpy as np
 
 from trajstore.converting import zarr2
 from trajstore.converting.diffusion_policy_sink import ENDS, FINAL, FLAGS, HAS_FINAL, open_sink
-from trajstore.converting.fields import field_of, is_skipped
+from trajstore.converting.fields import check_skip, field_of, is_skipped
 from trajstore.converting.plain import plain
 from trajstore.converting.ports import Episode
 from trajstore.errors import EpisodeNotFoundError, FormatError
@@ -34,7 +34,7 @@ def open_in_place(path: str | os.PathLike[str], *, skip: Collection[str] = ()) -
 
     Args:
         path: Of the directory or the zip file.
-        skip: Arrays to leave out, of ``data`` or as ``meta/<name>``.
+        skip: Arrays to leave out, of ``data`` or as ``meta/<name>``; ``meta`` is all of those.
 
     Raises:
         FormatError: It is no replay buffer, or damaged.
@@ -51,6 +51,7 @@ def open_in_place(path: str | os.PathLike[str], *, skip: Collection[str] = ()) -
             _check_rows(files, f"data/{name}", array, int(ends[-1]) if len(ends) else 0)
         finals = _finals(files, arrays)
         meta = _meta(files, skip, finals)
+        check_skip(files.display, skip, _names(files, finals))
         if finals:
             _check_finals(files, finals, meta.get(HAS_FINAL), len(ends))
         return InPlace(files, arrays, finals, ends, meta)
@@ -112,9 +113,19 @@ def _check_finals(files: zarr2.Files, finals: Mapping[str, Any], has_final: Arra
 
 
 def _meta(files: zarr2.Files, skip: Collection[str], finals: Collection[str]) -> dict[str, Array]:
-    known = {ENDS, _MOVED, *(f"{FINAL}{name}" for name in finals)}
-    names = [name for name in files.children("meta") if name not in known and f"meta/{name}" not in skip]
+    names = [name for name in _other_meta(files, finals) if not is_skipped(f"meta/{name}", skip)]
     return {name: zarr2.read_small(files, f"meta/{name}") for name in names}
+
+
+def _other_meta(files: zarr2.Files, finals: Collection[str]) -> list[str]:
+    """What stands in ``meta`` and is neither ends nor final values."""
+    known = {ENDS, _MOVED, *(f"{FINAL}{name}" for name in finals)}
+    return [name for name in files.children("meta") if name not in known]
+
+
+def _names(files: zarr2.Files, finals: Collection[str]) -> list[str]:
+    """What can be left out."""
+    return [*files.children("data"), *(f"meta/{name}" for name in _other_meta(files, finals))]
 
 
 class InPlace:

@@ -63,6 +63,9 @@ class DiffusionPolicySink:
     def done(self) -> Sequence[str]:
         return [str(record["key"]) for record in self._unfinished.records]
 
+    def kept(self, episode: Episode) -> Episode:
+        return episode
+
     def write(self, episode: Episode) -> None:
         arrays = _flat(flatten(episode.steps))
         n_steps = length_of(arrays)
@@ -127,6 +130,7 @@ class DiffusionPolicySink:
 
     def abandon(self) -> None:
         self._flush()
+        self._unfinished.abandon()
 
 
 def _final(waiting: _Waiting, name: str) -> Array:

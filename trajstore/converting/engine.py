@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from trajstore.converting.comparing import end_of, ends_differ, metadata_differs, steps_differ
+from trajstore.converting.fields import length_of
 from trajstore.converting.plain import mapping
 from trajstore.converting.ports import Episode, Progress, Sink, Source
 from trajstore.episodes import EpisodeKey, EpisodeTable
 from trajstore.errors import CorruptionError, DataError, SchemaError, StoreExistsError, TrajstoreError
-from trajstore.schema import Array, Schema, nest
+from trajstore.schema import Array, Schema, flatten, nest
 from trajstore.snapshot import Snapshot, selected_paths
 from trajstore.store import Store, Url, create
 from trajstore.store import open as open_store
@@ -36,6 +37,7 @@ class Report:
         n_skipped: That were there already.
         n_steps: Of the episodes written by this run.
         n_verified: Read back and found equal, those of earlier runs included.
+        n_left_out: Steps of the episodes written by this run that an option leaves out on purpose.
     """
 
     source: str
@@ -44,6 +46,7 @@ class Report:
     n_skipped: int
     n_steps: int
     n_verified: int
+    n_left_out: int = 0
 
 
 class _Count:
@@ -253,8 +256,8 @@ def export_episodes(
         sink: The dataset; finished, or kept for the next run where this one fails.
         where: Only episodes that this function of the episode table says True for.
         fields: Paths or names of groups to write; all by default.
-        reread: Opens the finished dataset: every episode is read back and compared. Fields that the other
-            library asks for and the store has not are not looked at, nor are metadata.
+        reread: Opens the finished dataset: every episode is read back and compared with what was to be written of
+            it. Fields that the other library asks for and the store has not are not looked at, nor are metadata.
         progress: Called with the episodes done and those to do; with ``reread`` each counts twice.
         storage_options: As in `trajstore.open`, where ``store`` is a URL.
 
@@ -262,24 +265,25 @@ def export_episodes(
         DataError: An episode has no place in the other format; nothing appears under the dataset's name.
         CorruptionError: What was written, and stays under the dataset's name, is not what the store has.
     """
-    opened = store if isinstance(store, Store) else open_store(store, storage_options=storage_options)
-    chosen = _Chosen(opened.snapshot, _rows(opened.episodes, where), fields)
-    n = len(chosen.rows)
-    chosen.check(opened.url)
-    count = _Count(progress, n if reread is None else 2 * n)
     try:
+        opened = store if isinstance(store, Store) else open_store(store, storage_options=storage_options)
+        chosen = _Chosen(opened.snapshot, _rows(opened.episodes, where), fields)
+        chosen.check(opened.url)
+        n = len(chosen.rows)
+        count = _Count(progress, n if reread is None else 2 * n)
         n_skipped = _n_done(sink, chosen)
         count.add(n_skipped)
-        _write(sink, chosen, n_skipped, count)
+        n_steps = _write(sink, chosen, n_skipped, count)
         sink.finish()
     except BaseException as error:
         _abandon(sink, error)
         raise
     if reread is not None:
         with contextlib.closing(reread()) as source:
-            _compare(source, chosen, count)
-    n_steps = int(opened.episodes["length"][chosen.rows[n_skipped:]].sum())
-    return Report(opened.url, sink.display, n - n_skipped, n_skipped, n_steps, 0 if reread is None else n)
+            _compare(source, sink, chosen, count)
+    n_left_out = int(opened.episodes["length"][chosen.rows[n_skipped:]].sum()) - n_steps
+    n_verified = 0 if reread is None else n
+    return Report(opened.url, sink.display, n - n_skipped, n_skipped, n_steps, n_verified, n_left_out)
 
 
 def _abandon(sink: Sink, error: BaseException) -> None:
@@ -341,29 +345,45 @@ def _rows(table: EpisodeTable, where: Callable[[EpisodeTable], Array] | None) ->
 def _n_done(sink: Sink, chosen: _Chosen) -> int:
     done, table = list(sink.done()), chosen.snapshot.episodes
     if done != [_name(table.row(i)) for i in chosen.rows[: len(done)]]:
-        raise DataError(f"{sink.display}: what an earlier run has left is of another export; remove it")
+        raise DataError(f"{sink.display}: what an earlier run has left beside it is of another export; remove it")
     return len(done)
 
 
-def _write(sink: Sink, chosen: _Chosen, n_skipped: int, count: _Count) -> None:
+def _write(sink: Sink, chosen: _Chosen, n_skipped: int, count: _Count) -> int:
+    """Write episodes; how many steps of them there are now."""
+    n_steps = 0
     for n in range(n_skipped, len(chosen.rows)):
         episode = chosen.episode(n)
         try:
-            sink.write(episode)
+            kept = sink.kept(episode)
+            sink.write(kept)
         except DataError as error:
             raise DataError(f"{sink.display}: episode '{episode.key}': {error}") from error
+        n_steps += _n_steps(kept)
         count.add()
+    return n_steps
 
 
-def _compare(source: Source, chosen: _Chosen, count: _Count) -> None:
-    """Compare episodes of a dataset with those of the store, in their order."""
-    keys = source.keys()
-    if len(keys) != len(chosen.rows):
-        raise CorruptionError(f"{source.display}: expected {len(chosen.rows)} episodes, got {len(keys)}")
-    for n, key in enumerate(keys):
-        expected, got = chosen.episode(n), source.read(key)
+def _n_steps(episode: Episode) -> int:
+    return length_of(flatten(episode.steps))
+
+
+def _compare(source: Source, sink: Sink, chosen: _Chosen, count: _Count) -> None:
+    """Compare episodes of a dataset with what was to be written of those of the store, in their order."""
+    keys, numbers = source.keys(), _not_empty(sink, chosen)
+    count.add(len(chosen.rows) - len(numbers))
+    if len(keys) != len(numbers):
+        raise CorruptionError(f"{source.display}: expected {len(numbers)} episodes, got {len(keys)}")
+    for n, key in zip(numbers, keys, strict=True):
+        expected, got = sink.kept(chosen.episode(n)), source.read(key)
         is_ended = end_of(got) != "cut"  # not every format knows ends
         difference = steps_differ(expected.steps, got.steps) or (ends_differ(expected, got) if is_ended else None)
         if difference:
             raise CorruptionError(f"{source.display}: episode '{key}': {difference}")
         count.add()
+
+
+def _not_empty(sink: Sink, chosen: _Chosen) -> list[int]:
+    """Numbers of the episodes of which something was written: of a single step nothing may be left."""
+    lengths = chosen.snapshot.episodes["length"][chosen.rows]
+    return [n for n, length in enumerate(lengths) if length > 1 or _n_steps(sink.kept(chosen.episode(n)))]

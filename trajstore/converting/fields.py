@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,42 @@ import numpy as np
 from trajstore.errors import DataError, SchemaError
 from trajstore.schema import Array, Field, Schema, as_array, flatten, nest, widen_bfloat16
 
+_MAX_LISTED = 40  # names in a message
+
 
 def is_skipped(path: str, skip: Collection[str]) -> bool:
     """Whether a field, or a group that it is in, is named."""
     return any(path == name or path.startswith(f"{name}/") for name in skip)
+
+
+def check_skip(
+    display: str, skip: Collection[str], there: Iterable[str], named: Callable[[str], str] = str
+) -> None:
+    """Refuse names that nothing has: what they were meant for would be in the store for good.
+
+    Args:
+        display: Where the dataset is.
+        skip: Fields or groups to leave out.
+        there: What can be left out; of groups that are named, what is in them may be missing. Looked at only until
+            all names are found.
+        named: What a name stands for, where there are several ways to write it.
+
+    Raises:
+        DataError: A name is not there; the message lists those that are.
+    """
+    groups = [f"{named(name)}/" for name in skip]
+    left = [name for name in skip if not named(name).startswith(tuple(groups))]
+    seen: dict[str, None] = {}
+    for path in there if left else ():
+        seen[path] = None
+        left = [name for name in left if not is_skipped(named(path), [named(name)])]
+        if not left:
+            return
+    if left:
+        names = ", ".join([*list(seen)[:_MAX_LISTED], *(["..."] if len(seen) > _MAX_LISTED else [])])
+        raise DataError(
+            f"{display}: skip '{left[0]}': there is nothing of that name to leave out; there are {names}"
+        )
 
 
 def field_of(path: str, dtype: Any, shape: tuple[int, ...], *, final: bool = False) -> Field:

@@ -79,6 +79,16 @@ def walk(group: Any, skip: Collection[str] = (), prefix: str = "") -> Iterator[t
     Raises:
         FormatError: Groups or arrays have several names, which could make millions of a few, or are too many.
     """
+    return ((path, node) for path, node in _nodes(group, skip, prefix) if isinstance(node, library().Dataset))
+
+
+def names(group: Any, skip: Collection[str]) -> Iterator[str]:
+    """The paths of all groups and arrays below a group, of those too that are left out."""
+    return (path for path, _ in _nodes(group, skip))
+
+
+def _nodes(group: Any, skip: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Groups and arrays by path; None for what is left out, at which nobody looks."""
     if not isinstance(group, library().Group):
         raise FormatError(f"{place(group)}: expected a group, got an array")
     return _walk(group, skip, prefix, {_address(group): prefix})
@@ -92,13 +102,13 @@ def _walk(group: Any, skip: Collection[str], prefix: str, seen: dict[int, str]) 
             raise FormatError(f"{place(group)}: expected names in UTF-8, got {name!r:.80}")
         path = prefix + name
         if is_skipped(path, skip):
+            yield path, None
             continue
         node = child(group, name)
         _note(node, path, seen)
+        yield path, node
         if isinstance(node, library().Group):
             yield from _walk(node, skip, f"{path}/", seen)
-        else:
-            yield path, node
 
 
 def _note(node: Any, path: str, seen: dict[int, str]) -> None:
@@ -180,7 +190,7 @@ def small_value(array: Any, path: str) -> Any:
 
 def attributes(node: Any, skip: Collection[str] = ()) -> dict[str, Any]:
     """Attributes of a group as JSON can hold them."""
-    named = {name: value for name, value in node.attrs.items() if name not in skip}
+    named = {name: value for name, value in node.attrs.items() if not is_skipped(name, skip)}
     return {name: plain(f"{place(node)}: '{name}'", value) for name, value in named.items()}
 
 
@@ -241,6 +251,11 @@ class Parts:
         sync_file(self._path(n))
         self._unfinished.note({"key": key, "part": n} for key in self._keys)
         self._keys = []
+
+    def abandon(self) -> None:
+        """Keep what is written, for another run."""
+        self.flush()
+        self._unfinished.abandon()
 
     @property
     def _n_closed(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trajstore.converting.fields import is_skipped
+from trajstore.converting.fields import check_skip, is_skipped
 from trajstore.converting.json_files import load_object
 from trajstore.converting.tables import library, open_parquet, rows_of
 from trajstore.errors import FormatError
@@ -126,6 +126,7 @@ def _with_channels_last(shape: list[int], names: Any) -> list[int]:
 
 def chosen(info: Info, skip: Collection[str], *, videos: bool) -> list[Feature]:
     """Features that become fields; ``skip`` may name them with dots."""
+    check_skip(str(info.root), skip, (feature.name for feature in info.features), path_of)
     paths = [path_of(name) for name in skip]
     kept = [f for f in info.features if not is_skipped(f.path, paths) and (videos or f.kind != "video")]
     for feature in kept:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trajstore.converting.ports import Episode
 from trajstore.converting.tables import library
 from trajstore.converting.unfinished import Record, Unfinished
 from trajstore.errors import DataError
-from trajstore.schema import Array
+from trajstore.schema import Array, nest
 
 _FILE_BYTES = 100 << 20  # of rows in memory, of one file
 _FILES_PER_CHUNK = 1000
@@ -71,8 +72,22 @@ class LeRobotSink:
     def done(self) -> Sequence[str]:
         return [record["key"] for record in self._episodes]
 
+    def kept(self, episode: Episode) -> Episode:
+        """All of it but final values."""
+        arrays = readable_arrays(episode.steps)
+        n_steps = length_of(arrays)
+        final = [path for path, rows in arrays.items() if len(rows) > n_steps]
+        if not final:
+            return episode
+        if not self._options["drop_final"]:
+            raise DataError(
+                f"field '{final[0]}' has a final value, for which there is no place; drop_final=True leaves it out"
+            )
+        return replace(episode, steps=nest({path: rows[:n_steps] for path, rows in arrays.items()}))
+
     def write(self, episode: Episode) -> None:
-        arrays = self._rows(readable_arrays(episode.steps))
+        arrays = readable_arrays(self.kept(episode).steps)
+        _check_names(arrays)
         facts = self._facts_of(arrays, episode.metadata)
         facts.check(arrays)
         tasks = self._tasks_of(arrays, episode.metadata)
@@ -106,22 +121,9 @@ class LeRobotSink:
 
     def abandon(self) -> None:
         self._close()
+        self._unfinished.abandon()
 
     # ---- what is written
-
-    def _rows(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Fields with one row a step."""
-        n_steps = length_of(arrays)
-        final = [path for path, rows in arrays.items() if len(rows) > n_steps]
-        if final and not self._options["drop_final"]:
-            raise DataError(
-                f"field '{final[0]}' has a final value, for which there is no place; drop_final=True leaves it out"
-            )
-        if taken := [path for path in arrays if path in BOOKKEEPING]:
-            raise DataError(
-                f"field '{taken[0]}' has the name of what LeRobot keeps there itself; leave it out with fields="
-            )
-        return {path: rows[:n_steps] for path, rows in arrays.items()}
 
     def _tasks_of(self, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> list[str]:
         """The task of every step."""
@@ -186,3 +188,10 @@ class LeRobotSink:
         self._unfinished.note([*self._waiting, {"facts": self._facts.to_json()}])
         self._writer, self._waiting, self._waiting_bytes = None, [], 0
         self._n_files += 1
+
+
+def _check_names(paths: Iterable[str]) -> None:
+    if taken := [path for path in paths if path in BOOKKEEPING]:
+        raise DataError(
+            f"field '{taken[0]}' has the name of what LeRobot keeps there itself; leave it out with fields="
+        )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trajstore.converting.fields import schema_of
+from trajstore.converting.fields import check_skip, schema_of
 from trajstore.converting.json_files import load_object
 from trajstore.converting.minari_files import HEADS, Episodes, Hdf5Episodes, Raw
 from trajstore.converting.minari_sink import open_sink
@@ -39,9 +40,19 @@ def open_source(path: str | os.PathLike[str], *, skip: Collection[str] = ()) -> 
         raise StoreNotFoundError(f"{path}: expected a Minari dataset, got no metadata.json there or in data/")
     about = load_object(place / "metadata.json")
     facts = {} if "dataset" in skip else {name: value for name, value in about.items() if name not in _COUNTS}
-    return MinariSource(
-        place, about.get("total_episodes"), facts, _episodes(place, about, [*skip, *map(_ours, skip)])
-    )
+    episodes = _episodes(place, about, [*skip, *map(_ours, skip)])
+    try:
+        check_skip(str(place), skip, _names(episodes), _ours)
+        return MinariSource(place, about.get("total_episodes"), facts, episodes)
+    except BaseException:
+        episodes.close()
+        raise
+
+
+def _names(episodes: Episodes) -> Iterator[str]:
+    """What can be left out."""
+    yield "dataset"
+    yield from itertools.chain.from_iterable(map(episodes.names, episodes.keys()))
 
 
 def _ours(path: str) -> str:

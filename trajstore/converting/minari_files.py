@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,6 +48,9 @@ class Episodes(Protocol):
 
     def keys(self) -> Sequence[str]: ...
 
+    def names(self, key: str) -> Iterator[str]:
+        """What can be left out of an episode."""
+
     def read(self, key: str) -> Raw: ...
 
     def close(self) -> None: ...
@@ -75,6 +78,11 @@ class Hdf5Episodes:
 
     def keys(self) -> Sequence[str]:
         return sorted(filter(_EPISODE.match, self._file), key=lambda name: int(name.removeprefix("episode_")))
+
+    def names(self, key: str) -> Iterator[str]:
+        group = hdf5.child(self._file, key)
+        yield from (path for path in hdf5.names(group, self._skip) if path not in ENDS)
+        yield from group.attrs
 
     def read(self, key: str) -> Raw:
         group = hdf5.child(self._file, key)

@@ -17,7 +17,7 @@ from trajstore.converting.fields import length_of, readable_arrays
 from trajstore.converting.minari_files import FIELD_ATTRIBUTE, HEADS, METADATA_ATTRIBUTE
 from trajstore.converting.minari_spaces import derived, parse
 from trajstore.converting.plain import restored
-from trajstore.converting.ports import Episode
+from trajstore.converting.ports import Episode, without_end
 from trajstore.converting.unfinished import Unfinished, emptied
 from trajstore.errors import DataError
 from trajstore.schema import Array
@@ -82,21 +82,33 @@ class MinariSink:
     def done(self) -> Sequence[str]:
         return [record["key"] for record in self._unfinished.records]
 
-    def write(self, episode: Episode) -> None:
-        records = self._unfinished.records
+    def kept(self, episode: Episode) -> Episode:
+        """All of it, or all but its last step, of which the observation becomes the final one."""
         arrays = readable_arrays(episode.steps)
         _check_fields(arrays)
+        if _has_final(arrays):
+            return episode
+        n_steps = length_of(arrays)
+        if not self._options["drop_last"]:
+            raise DataError(
+                "there is no final observation; drop_last=True leaves out the last step of such episodes"
+            )
+        if n_steps < 2:
+            raise DataError("its one step has no final observation, so that nothing is left of it; use where=")
+        steps = {path: a[: n_steps - (_head(path) != "observation")] for path, a in arrays.items()}
+        return without_end(episode, steps)
+
+    def write(self, episode: Episode) -> None:
+        records, episode = self._unfinished.records, self.kept(episode)
+        arrays = readable_arrays(episode.steps)
         facts = records[0]["facts"] if records else self._facts(arrays, episode.metadata)
         if self._places.keys() != arrays.keys():  # spaces of images are long
             self._places = _places(facts, arrays)
-        has_end = _has_final(arrays)
-        if not has_end:
-            arrays = self._shortened(arrays)
         n_steps = len(arrays["reward"])
         with hdf5.library().File(self._part(len(records)), "w") as file:
             group = file.create_group(f"episode_{len(records)}", track_order=True)
             _put_arrays(group, arrays, self._places)
-            _put_ends(group, episode, n_steps, has_end)
+            _put_ends(group, episode, n_steps)
             _put_metadata(group, {**episode.metadata, "id": len(records), "total_steps": n_steps})
         sync_file(self._part(len(records)))
         self._unfinished.note([{"key": episode.key, "n_steps": n_steps, **({} if records else {"facts": facts})}])
@@ -121,23 +133,10 @@ class MinariSink:
         self._unfinished.publish_directory("whole")
 
     def abandon(self) -> None:
-        """Every episode that was written is on disk."""
+        self._unfinished.abandon()  # every episode that was written is on disk
 
     def _part(self, i: int) -> Path:
         return self._parts / f"{i:08d}.hdf5"
-
-    def _shortened(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """An episode without its last step, of which the observation becomes the final one."""
-        n_steps = length_of(arrays)
-        if not self._options["drop_last"]:
-            raise DataError(
-                "there is no final observation; drop_last=True leaves out the last step of such episodes"
-            )
-        if n_steps < 2:
-            raise DataError("its one step has no final observation, so that nothing is left of it; use where=")
-        return {
-            path: rows if _head(path) == "observation" else rows[: n_steps - 1] for path, rows in arrays.items()
-        }
 
     def _facts(self, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> dict[str, Any]:
         """What holds for the dataset: given, or known of the one that was imported, or read off the data."""
@@ -196,11 +195,11 @@ def _put_arrays(group: Any, arrays: Mapping[str, Array], places: Mapping[str, st
             array.attrs[FIELD_ATTRIBUTE] = path
 
 
-def _put_ends(group: Any, episode: Episode, n_steps: int, has_end: bool) -> None:
+def _put_ends(group: Any, episode: Episode, n_steps: int) -> None:
     is_truncated = episode.truncated or episode.metadata.get("truncated") is True
     for name, is_set in (("terminations", episode.terminated), ("truncations", is_truncated)):
         flags = np.zeros(n_steps, bool)
-        flags[-1] = is_set and has_end
+        flags[-1] = is_set
         group.create_dataset(name, data=flags, chunks=True, maxshape=(None,))
 
 

@@ -39,6 +39,13 @@ class TableEpisodes:
     def keys(self) -> Sequence[str]:
         return sorted((p.name for p in self._place.iterdir() if _EPISODE.match(p.name)), key=int)
 
+    def names(self, key: str) -> Iterator[str]:
+        yield from (part.path(head) for head in HEADS for part in self._parts[head])
+        yield "reward"
+        schema = self._opened(self._place / key).schema
+        if "infos" in schema.names:
+            yield from _info_names("info", schema.field("infos").type)
+
     def read(self, key: str) -> Raw:
         batch = self._batch(self._place / key)
         fields = dict(self._fields(batch))
@@ -56,13 +63,19 @@ class TableEpisodes:
 
     def _batch(self, directory: Path) -> Any:
         """The rows of an episode."""
-        pa, dataset = library(), library("pyarrow.dataset")
+        try:
+            return self._opened(directory).to_table().combine_chunks()
+        except (library().ArrowInvalid, OSError) as error:
+            raise FormatError(f"{directory} can't be read as {self._kind}: {error}") from error
+
+    def _opened(self, directory: Path) -> Any:
+        """The files of an episode; no rows are read."""
         files = sorted(str(p) for p in directory.iterdir() if p.suffix == f".{self._kind}" and p.is_file())
         if not files:
             raise FormatError(f"{directory}: expected a file of format {self._kind}, got none")
         try:
-            return dataset.dataset(files, format=self._kind).to_table().combine_chunks()
-        except (pa.ArrowInvalid, OSError) as error:
+            return library("pyarrow.dataset").dataset(files, format=self._kind)
+        except (library().ArrowInvalid, OSError) as error:
             raise FormatError(f"{directory} can't be read as {self._kind}: {error}") from error
 
     def _fields(self, batch: Any) -> Iterator[tuple[str, Array]]:
@@ -106,6 +119,14 @@ class TableEpisodes:
             return rows_of(f"field '{name}'", column, size)
         except (DataError, ValueError) as error:
             raise DataError(f"field '{name}': {error}; leave it out with skip=['{name}']") from error
+
+
+def _info_names(path: str, kind: Any) -> Iterator[str]:
+    """Groups and fields of a column of infos, by the names that they get."""
+    for field in kind:
+        yield f"{path}/{field.name}"
+        if library().types.is_struct(field.type):
+            yield from _info_names(f"{path}/{field.name}", field.type)
 
 
 def _list_shape(column: Any) -> tuple[int, ...]:

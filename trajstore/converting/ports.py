@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trajstore.schema import Schema
+from trajstore.schema import Schema, nest
 
 Progress = Callable[[int, int], None]  # episodes done, episodes in all
 
@@ -29,6 +29,12 @@ class Episode:
     terminated: bool = False
     truncated: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def without_end(episode: Episode, steps: Mapping[str, Any]) -> Episode:
+    """The same with fewer steps, by their paths: it was cut before its end."""
+    metadata = {name: value for name, value in episode.metadata.items() if name != "truncated"}
+    return Episode(episode.key, nest(steps), metadata=metadata)
 
 
 class Source(Protocol):
@@ -59,10 +65,17 @@ class Sink(Protocol):
     def done(self) -> Sequence[str]:
         """Keys of the episodes that an earlier run, which did not finish, wrote whole; in their order."""
 
+    def kept(self, episode: Episode) -> Episode:
+        """What is written of an episode: all, but for what an option leaves out on purpose.
+
+        Raises:
+            DataError: It has no place there as it is, and no option says what to leave out.
+        """
+
     def write(self, episode: Episode) -> None: ...
 
     def finish(self) -> None:
         """Put it under its name."""
 
     def abandon(self) -> None:
-        """Close files and keep what is there, so that the next run goes on with it."""
+        """Close files and keep what is there, so that the next run goes on with it; without episodes, nothing."""

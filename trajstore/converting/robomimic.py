@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from trajstore.converting import hdf5
 from trajstore.converting.comparing import end_of
+from trajstore.converting.fields import check_skip
 from trajstore.converting.layout import Layout
 from trajstore.converting.plain import mapping, restored
 from trajstore.converting.ports import Episode
@@ -46,10 +47,25 @@ def open_source(
         demos = sorted((name for name in data if not _is_skipped(name, skip)), key=_by_number)
         masks = _masks(file, frozenset(data), skip)
         schema = _schema(data, demos, skip, keep_next)
+        check_skip(file.filename, skip, _names(file, demos, skip))
     except BaseException:
         file.close()
         raise
     return RobomimicSource(file, schema, demos, masks, skip, keep_next)
+
+
+def _names(file: Any, demos: Sequence[str], skip: Collection[str]) -> Iterator[str]:
+    """What can be left out; arrays and attributes may be in some demonstrations only."""
+    data = file["data"]
+    yield from hdf5.names(hdf5.child(data, demos[0]), skip)
+    yield from data.attrs
+    if hdf5.has(file, "mask"):
+        yield "mask"
+        yield from (f"mask/{name}" for name in (() if "mask" in skip else file["mask"]))
+    yield from data
+    for demo in demos:
+        yield from hdf5.child(data, demo).attrs
+        yield from hdf5.names(hdf5.child(data, demo), skip)
 
 
 def _is_skipped(path: str, skip: Collection[str]) -> bool:
@@ -201,6 +217,9 @@ class RobomimicSink:
     def done(self) -> Sequence[str]:
         return self._parts.done()
 
+    def kept(self, episode: Episode) -> Episode:
+        return episode
+
     def write(self, episode: Episode) -> None:
         arrays = LAYOUT.split(flatten(episode.steps))
         n_steps = len(next(iter(arrays.values())))
@@ -231,7 +250,7 @@ class RobomimicSink:
             whole[f"mask/{name}"] = np.array(demos, "S")
 
     def abandon(self) -> None:
-        self._parts.flush()
+        self._parts.abandon()
 
 
 def _fill(group: Any, episode: Episode, arrays: Mapping[str, Array], n_steps: int, is_first: bool) -> None:

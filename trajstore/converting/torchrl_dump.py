@@ -12,7 +12,7 @@ from trajstore.converting.fields import field_of, followed
 from trajstore.converting.ports import Episode
 from trajstore.converting.torchrl_episodes import ENDS, TRAJECTORY, Run, Trajectories
 from trajstore.converting.torchrl_sink import open_sink
-from trajstore.converting.torchrl_storage import Leaf, Ring, load_leaves, load_ring
+from trajstore.converting.torchrl_storage import OWN_INDEX, Leaf, Ring, load_leaves, load_ring
 from trajstore.errors import DataError, EpisodeNotFoundError
 from trajstore.schema import Field, Schema, nest
 
@@ -22,7 +22,7 @@ __all__ = ["TorchRLDump", "open_sink", "open_source"]
 def open_source(
     path: str | os.PathLike[str],
     *,
-    skip: Collection[str] = ("index",),
+    skip: Collection[str] = (OWN_INDEX,),
     keep_next: bool = False,
     cursor: int | None = None,
 ) -> TorchRLDump:

@@ -12,7 +12,7 @@ import numpy as np
 
 from trajstore.compat.files import sync_file
 from trajstore.converting.fields import is_skipped, length_of, readable_arrays
-from trajstore.converting.ports import Episode
+from trajstore.converting.ports import Episode, without_end
 from trajstore.converting.unfinished import Record, Unfinished
 from trajstore.errors import DataError
 from trajstore.schema import Array, nest
@@ -71,8 +71,24 @@ class TorchRLSink:
     def done(self) -> Sequence[str]:
         return [record["key"] for record in self._episodes]
 
+    def kept(self, episode: Episode) -> Episode:
+        """All of it, or all but its last step, of which nobody knows the next observation."""
+        flat = readable_arrays(episode.steps)
+        n_steps, observed = length_of(flat), [path for path in flat if self._has_next(path, flat)]
+        without = [path for path in observed if len(flat[path]) == n_steps]
+        if not without:
+            return episode
+        if not self._options["drop_last"]:
+            raise DataError(
+                f"field '{without[0]}' has no final value, so that the last step has no next one;"
+                " drop_last=True leaves such steps out"
+            )
+        if len(observed) == len(flat):
+            raise DataError("every field has a next value, so that nobody could tell steps from them; use fields=")
+        return without_end(episode, {path: rows[: n_steps - (path not in observed)] for path, rows in flat.items()})
+
     def write(self, episode: Episode) -> None:
-        entries = self._transitions(readable_arrays(episode.steps), episode)
+        entries = self._transitions(self.kept(episode))
         n_rows = len(entries["next/done"])
         self._check_layout(entries)
         self._check_capacity(self._n_rows + n_rows)
@@ -100,6 +116,7 @@ class TorchRLSink:
 
     def abandon(self) -> None:
         self._note()
+        self._unfinished.abandon()
 
     def _check_capacity(self, n_rows: int) -> None:
         capacity = self._options["capacity"]
@@ -108,11 +125,12 @@ class TorchRLSink:
 
     # ---- what is written
 
-    def _transitions(self, flat: Mapping[str, Array], episode: Episode) -> dict[str, Array]:
+    def _transitions(self, episode: Episode) -> dict[str, Array]:
         """What TorchRL keeps of every step: where it begins, what was done, and what came of it."""
+        flat = readable_arrays(episode.steps)
         if taken := [path for path in flat if path in _OWN]:
             raise DataError(f"field '{taken[0]}' has the name of what TorchRL keeps there itself")
-        n_rows, n_steps = length_of(flat), self._n_transitions(flat)
+        n_steps = length_of(flat)
         # A dump may have rewards at the root as well: those of the step before.
         moved = {"reward": "next/reward"} if "next/reward" not in flat else {}
         entries: dict[str, Array] = {}
@@ -123,28 +141,17 @@ class TorchRLSink:
         ends = {"terminated": episode.terminated, "truncated": _is_truncated(episode)}
         for name, is_set in {"done": any(ends.values()), **ends}.items():
             flags = np.zeros((n_steps, 1), bool)
-            flags[n_rows - 1 :] = is_set  # if its last step is there
+            flags[-1:] = is_set  # of one step nothing may be left
             entries[f"next/{name}"] = flags
         entries["collector/traj_ids"] = np.full(n_steps, self._n_episodes, np.int64)
         return entries
-
-    def _n_transitions(self, flat: Mapping[str, Array]) -> int:
-        """Steps of which the next observation is known."""
-        n_steps = length_of(flat)
-        without = [path for path, rows in flat.items() if self._has_next(path, flat) and len(rows) == n_steps]
-        if without and not self._options["drop_last"]:
-            raise DataError(
-                f"field '{without[0]}' has no final value, so that the last step has no next one;"
-                " drop_last=True leaves such steps out"
-            )
-        return n_steps - 1 if without else n_steps
 
     def _has_next(self, path: str, flat: Mapping[str, Array]) -> bool:
         named = self._options["observations"]
         if named is not None:
             return is_skipped(path, named)
         if self._layout:
-            return f"next/{path}" in self._layout and path in self._layout
+            return f"next/{path}" in self._layout and path in self._layout and f"next/{path}" not in flat
         return len(flat[path]) > length_of(flat)
 
     # ---- files and notes

@@ -12,11 +12,12 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from trajstore.converting.fields import field_of, is_skipped
+from trajstore.converting.fields import check_skip, field_of, is_skipped
 from trajstore.converting.json_files import load_object
 from trajstore.errors import DataError, FormatError
 from trajstore.schema import Array, check_name
 
+OWN_INDEX = "index"  # what a buffer may add to every step: its place in the ring
 _MAX_DEPTH = 16
 # Others keep their parts elsewhere, some of them pickled.
 _PLAIN_TENSORDICT = re.compile(r"<class '[a-z_.]+\.TensorDict'>\Z")
@@ -103,7 +104,9 @@ def load_leaves(storage: Path, skip: Collection[str]) -> dict[str, Leaf]:
     """The entries, by path; each with a file of the size that it must have."""
     root = _tensordict(storage, "")
     batch = _batch(storage, root)
-    leaves = {leaf.path: leaf for leaf in _walk(storage, "", root, batch, skip)}
+    entries = dict(_walk(storage, "", root, batch, skip))
+    check_skip(str(storage), [name for name in skip if name != OWN_INDEX], entries)
+    leaves = {path: leaf for path, leaf in entries.items() if leaf is not None}
     for leaf in leaves.values():
         leaf.check_file()
     return leaves
@@ -111,14 +114,18 @@ def load_leaves(storage: Path, skip: Collection[str]) -> dict[str, Leaf]:
 
 def _walk(
     place: Path, prefix: str, entries: dict[str, Any], batch: tuple[int, ...], skip: Collection[str]
-) -> Iterator[Leaf]:
+) -> Iterator[tuple[str, Leaf | None]]:
+    """Entries by path; None for what is left out, at which nobody looks."""
     for name, about in entries.items():
         path = f"{prefix}{name}"
-        if not isinstance(about, dict) or is_skipped(path, skip):
+        if not isinstance(about, dict):
+            continue
+        if is_skipped(path, skip):
+            yield path, None
             continue
         check_name(name, f"{place}: entry")
         if "type" not in about:
-            yield _leaf(place / f"{name}.memmap", path, about, batch)
+            yield path, _leaf(place / f"{name}.memmap", path, about, batch)
         elif path.count("/") < _MAX_DEPTH:
             yield from _walk(place / name, f"{path}/", _tensordict(place / name, path), batch, skip)
 

@@ -53,9 +53,10 @@ class Unfinished:
         if self.target.exists():
             raise StoreExistsError(f"{self.target} is taken; choose another place for the dataset")
         if self.place.exists() and not self._journal.exists():
-            raise StoreExistsError(
-                f"{self.place} is not what an export has left; remove it, or choose another place"
-            )
+            raise self._foreign()
+
+    def _foreign(self) -> StoreExistsError:
+        return StoreExistsError(f"{self.place} is not what an export has left; remove it, or choose another place")
 
     def _load(self) -> None:
         if not self.place.exists():  # the journal of one that was published, or never begun
@@ -67,10 +68,35 @@ class Unfinished:
         whole = data[: data.rfind(b"\n") + 1]  # a kill may leave a line that is not
         os.truncate(self._journal, len(whole))
         about, *self.records = [json.loads(line) for line in whole.splitlines()] or [None]
-        if about is None:
-            self._append([self._about])
-        elif about != self._about:
-            raise DataError(f"{self.place} was begun as {about}, not {self._about}; remove it to begin again")
+        if not isinstance(about, dict) or "format" not in about:
+            raise self._foreign()
+        if about != self._about:
+            self._begin_anew(about)
+
+    def _begin_anew(self, about: Mapping[str, Any]) -> None:
+        """Forget a run of other options, if no episode would be lost."""
+        if not self._is_empty:
+            raise DataError(
+                f"{self.place} was begun with other options: {_differences(about, self._about)};"
+                f" give the same, or remove it and {self._journal} to begin again"
+            )
+        self._remove()
+        self.records = []
+        self._append([self._about])
+
+    @property
+    def _is_empty(self) -> bool:
+        """Whether no episode is noted; a format may note other things."""
+        return not any("key" in record for record in self.records)
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.place)
+        self._journal.unlink()
+
+    def abandon(self) -> None:
+        """Leave what is noted for another run; where no episode is, leave nothing."""
+        if self._is_empty:
+            self._remove()
 
     def note(self, records: Iterable[Record]) -> None:
         """Say what is whole and on disk; records survive a crash in the order they came, or not at all."""
@@ -105,8 +131,14 @@ class Unfinished:
         # The others go last: as long as there is nothing under the name, a run that was killed needs them.
         os.replace(self.place / name, self.target)
         sync_file(self.target.parent)
-        shutil.rmtree(self.place)
-        self._journal.unlink()
+        self._remove()
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    return ", ".join(
+        f"{name} was {json.dumps(before.get(name))} and is {json.dumps(now.get(name))}" for name in names
+    )
 
 
 def sync_tree(place: Path) -> None:
