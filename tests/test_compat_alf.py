@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -1362,3 +1363,60 @@ def test_recent_windows_are_not_waited_for_where_all_rows_have_just_broken_off(
             assert set(info.importance_weights.tolist()) == {1.0}
         again.add_batch(experience([0], 54, MID), [0])
         assert pairs(again.get_batch(8, 2)[1])[:2] == [(0, 53)] * 2
+
+
+def test_a_buffer_at_a_store_that_is_there_has_its_steps_at_once(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"url": tmp_path / "run", "fsync": False, **OPTIONS}
+    with ReplayBuffer(None, 2, 100, **options) as buffer:
+        fill(buffer, 0, 7)
+        fill(buffer, 1, 3)
+    with ReplayBuffer(None, 2, 100, **options) as again:
+        assert again.current_size.tolist() == [7, 3]
+        assert set(starts(again, 100, 1)) == {(0, t) for t in range(7)} | {(1, t) for t in range(3)}
+        again.add_batch(experience(range(2), 7, FIRST))
+        assert again.current_size.tolist() == [8, 4]
+    trajstore.create(tmp_path / "other", trajstore.Schema({"x": trajstore.Field("float32")}))
+    with pytest.raises(DataError, match="expected a field 'step_type', got x"):
+        ReplayBuffer(None, 2, 100, url=tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"capacity": 10}, "capacity: this buffer sets it itself; say how many steps a row keeps with max_length"),
+        ({"sample": Windows()}, "sample: this buffer sets it itself"),
+        (
+            {"priorities": None},
+            "priorities: this buffer sets it itself; draw by priority with prioritized_sampling",
+        ),
+        ({"prioritised_sampling": True}, r"unknown options \['prioritised_sampling'\].* prioritized_sampling,"),
+    ],
+)
+def test_options_that_are_not_taken_are_refused_at_once(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        ReplayBuffer(None, 2, 100, **options)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda buffer: buffer.current_size[0],
+        lambda buffer: buffer.total_size,
+        lambda buffer: buffer.get_current_position()[0],
+        lambda buffer: buffer.get_earliest_position([0])[0],
+    ],
+)
+def test_sizes_are_not_read_in_the_middle_of_a_change(made: Any, look: Callable[[ReplayBuffer], Any]) -> None:
+    buffer, seen = made(1, 8), []
+    fill(buffer, 0, 3)
+    expected, rows = int(look(buffer)), buffer._rows
+    reader = threading.Thread(target=lambda: seen.append(int(look(buffer))))
+    with buffer._lock:  # as add_batch does
+        rows.stop += 10
+        rows.first += 5
+        reader.start()
+        reader.join(0.2)  # time to read what it must not
+        rows.stop -= 10
+        rows.first -= 5
+    reader.join()
+    assert seen == [expected]

@@ -420,3 +420,25 @@ def test_saves_that_fail_leave_nothing_behind(made: Any, tmp_path: Path, monkeyp
     (tmp_path / "saved-0123456789ab.trajstore").mkdir()  # of a save that was killed
     buffer.save(tmp_path / "saved")
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_is_at_a_url_is_committed_by_the_clock_and_ram_is_not(made: Any, tmp_path: Path) -> None:
+    assert made(10, url=tmp_path).memory.options.commit_seconds == 10
+    assert made(10, url=tmp_path, commit_seconds=3).memory.options.commit_seconds == 3
+    assert made(10).memory.options.commit_seconds is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"capacity": 10},
+            "capacity: this buffer sets it itself; say how many transitions to keep with buffer_size",
+        ),
+        ({"sample": None}, "sample: this buffer sets it itself"),
+        ({"cache_byte": 10}, r"unknown options \['cache_byte'\]; there are device, .* cache_bytes,"),
+    ],
+)
+def test_options_that_are_not_taken_are_refused_at_once(made: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        made(10, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from hypothesis import strategies as st
 import trajstore
 from tests.faulty import FailWhile, FaultyStorage, real_storage, server_error, through
 from tests.test_replay import crash
-from trajstore import ClosedError, DataError, FormatError, NotReadyError, StorageError
+from trajstore import ClosedError, DataError, FormatError, NotReadyError, StorageError, StoreNotFoundError
 from trajstore.compat.rlinf import (
     ChunkStepResult,
     Directory,
@@ -522,7 +524,8 @@ def test_a_killed_writer_leaves_whole_trajectories_and_a_buffer_that_goes_on(tmp
 def test_writes_that_fail_behind_are_reported(tmp_path: Path) -> None:
     plan = FailWhile()
     with through(FaultyStorage(real_storage(str(tmp_path / "saved")), plan)):
-        buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "saved", commit_seconds=None)
+        behind = {"commit_seconds": None, "commit_steps": None}
+        buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "saved", **behind)
         buffer.add_trajectories([trajectory(0)])
         plan.error = server_error
         with pytest.raises(StorageError):
@@ -719,6 +722,10 @@ def without(one: Trajectory, name: str) -> Trajectory:
 
 BAD: list[tuple[Any, str]] = [
     (lambda: trajectory(versions=torch.zeros(6, 2, 1)), "1 does not fit those before: versions: absent here"),
+    (
+        lambda: trajectory(curr_obs={1: torch.zeros(6, 2, 1), "1": torch.zeros(6, 2, 1)}),
+        "names that differ as text",
+    ),
     (lambda: without(trajectory(), "rewards"), "1 does not fit those before: rewards: float32 .* here, absent"),
     (lambda: trajectory(rewards=torch.zeros(6, 2, 1).double()), "rewards: float32 .1,. here, float64 .1,. there"),
     (lambda: trajectory(actions=torch.zeros(6, 2, 5)), "actions: float32 .4,. here, float32 .5,. there"),
@@ -764,6 +771,29 @@ def test_a_trajectory_that_does_not_fit_is_refused_with_all_that_came_with_it(ba
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrajectoryReplayBuffer(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": 50}, "capacity: this buffer sets it itself; .* with sample_window_size"),
+        ({"sample": None}, "sample: this buffer sets it itself"),
+        ({"windw": 3}, r"unknown options \['windw'\]; there are .* sample_window_size, .* cache_bytes,"),
+    ],
+)
+def test_options_that_are_not_taken_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        TrajectoryReplayBuffer(**options)
+
+
+def test_what_is_no_list_and_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+    buffer = TrajectoryReplayBuffer()
+    for one in (trajectory(), {"actions": torch.zeros(3, 1, 1)}):
+        with pytest.raises(TypeError, match=f"expected a list of trajectories, got a {type(one).__name__}"):
+            buffer.add_trajectories(one)  # type: ignore[arg-type]
+    with pytest.raises(StoreNotFoundError, match="nowhere: neither files of RLinf's nor a store are here"):
+        buffer.load_checkpoint(tmp_path / "nowhere")
+    buffer.close()
 
 
 def test_an_empty_buffer_says_so() -> None:
@@ -1231,14 +1261,15 @@ def test_an_addition_that_fails_half_way_leaves_nothing(
 
 
 def test_names_of_any_characters_are_kept(tmp_path: Path) -> None:
-    names = ("observation/image", "observation/state", "a.b c", "plain", "x.2f.y")
+    plain = ("observation/image", "observation/state", "a.b c", "plain", "x.2f.y")
+    names = (*plain, "\u00e9", "_\u00e9", "(left) cam", "cam (left)", "-x", "__x", ".x", "..x", "_..x")
     inputs = {name: torch.full((6, 2, 1), float(i)) for i, name in enumerate(names)}
     one = trajectory(forward_inputs={**inputs, "deep": {"a/b": inputs["plain"]}})
     buffer = TrajectoryReplayBuffer()
     buffer.add_trajectories([one])
     found = buffer.sample(3)["forward_inputs"]
     assert set(found) == {*names, "deep"}
-    assert [found[name][0].item() for name in names] == [0, 1, 2, 3, 4]
+    assert [found[name][0].item() for name in names] == list(range(len(names)))
     assert set(found["deep"]) == {"a/b"}
     buffer.save_checkpoint(tmp_path)
     buffer.load_checkpoint(tmp_path)
@@ -1318,3 +1349,107 @@ def test_demonstrations_that_were_loaded_go_on_where_they_were(tmp_path: Path) -
     assert not torch.equal(found, first)
     for buffer in (demos, again, replay):
         buffer.close()
+
+
+# ---- beside other threads
+
+
+def elsewhere(work: Callable[[], object]) -> None:
+    """Do something in another thread, and wait for it."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("is_filled_again", [False, True])
+def test_sampling_beside_a_clear_draws_what_is_held_then(
+    monkeypatch: pytest.MonkeyPatch, is_filled_again: bool
+) -> None:
+    buffer = full(0)
+    sample = buffer.memory.sample
+
+    def cleared(*given: Any, **named: Any) -> Any:
+        elsewhere(buffer.clear)
+        if is_filled_again:
+            elsewhere(lambda: buffer.add_trajectories([trajectory(7)]))
+        return sample(*given, **named)
+
+    monkeypatch.setattr(buffer.memory, "sample", cleared)
+    if is_filled_again:
+        assert set(numbers(buffer.sample(20))) == {7}
+    else:
+        with pytest.raises(NotReadyError, match="Cannot sample from an empty buffer"):
+            buffer.sample(20)
+    buffer.close()
+    with pytest.raises(ClosedError):
+        buffer.sample(20)
+
+
+def test_a_flush_beside_a_clear_is_none_of_a_closed_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = full(0)
+    flush = buffer.memory.flush
+
+    def cleared() -> None:
+        elsewhere(buffer.clear)
+        flush()
+
+    monkeypatch.setattr(buffer.memory, "flush", cleared)
+    buffer.flush()
+    buffer.clear_cache()
+    assert len(buffer) == 0
+    buffer.close()
+
+
+@pytest.mark.parametrize("is_filled_again", [False, True])
+def test_a_dataset_whose_buffer_is_cleared_waits_until_it_is_ready_again(
+    monkeypatch: pytest.MonkeyPatch, is_filled_again: bool
+) -> None:
+    buffer = full(0)
+    dataset = ReplayBufferDataset(buffer, None, 8, 1, 0)
+    sample, waited = buffer.sample, []
+
+    def cleared(n: int) -> Any:
+        monkeypatch.setattr(buffer, "sample", sample)
+        buffer.clear()
+        with contextlib.suppress(NotReadyError):
+            sample(n)
+        if is_filled_again:
+            buffer.add_trajectories([trajectory(7)])
+        raise NotReadyError("there was nothing at that moment")
+
+    def look(seconds: float) -> None:
+        waited.append(seconds)
+        buffer.add_trajectories([trajectory(8)])
+
+    monkeypatch.setattr(buffer, "sample", cleared)
+    monkeypatch.setattr(dataset._is_closed, "wait", look)
+    assert set(numbers(next(iter(dataset)))) == {7 if is_filled_again else 8}
+    assert len(waited) == (0 if is_filled_again else 1)
+    dataset.close()
+    buffer.close()
+
+
+@pytest.mark.parametrize("look", [len, lambda b: b.total_samples, lambda b: b.is_ready(100)])
+def test_counts_are_not_read_in_the_middle_of_a_change(look: Callable[[TrajectoryReplayBuffer], int]) -> None:
+    buffer, seen = full(0), []
+    expected, ledger = look(buffer), buffer._ledger
+    reader = threading.Thread(target=lambda: seen.append(look(buffer)))
+    with buffer._lock:  # as add_trajectories does
+        ledger._stop += 100
+        ledger._n_samples += 100
+        reader.start()
+        reader.join(0.2)  # time to read what it must not
+        ledger._stop -= 100
+        ledger._n_samples -= 100
+    reader.join()
+    assert seen == [expected]
+    buffer.close()
+
+
+def test_a_commit_begins_with_every_trajectory(saved: dict[str, Any]) -> None:
+    buffer = TrajectoryReplayBuffer(**saved, commit_seconds=None)
+    buffer.add_trajectories([trajectory(0)])
+    writer = buffer.memory._writer
+    writer.wait(writer._pipeline._committer.n_submitted)  # nothing is handed off by this
+    assert trajstore.open(saved["auto_save_path"]).episodes["length"].sum() == buffer.total_samples
+    buffer.close()

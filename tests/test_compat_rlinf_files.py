@@ -304,7 +304,7 @@ def test_commands_print_json(single: Path, tmp_path: Path) -> None:
         (("split", "--source-path", "{single}", "--split-count", "1"), "--save-path: expected a path"),
         (("split", "--source-path", "{single}", "--save-path", "{tmp}/m", "--fractions", "a"), "could not convert"),
         (("merge", "--save-path", "{tmp}/m", "--copy", "--how", "move"), "contradict each other"),
-        (("sample", "--load-path", "{tmp}/nowhere"), "there is no store here"),
+        (("sample", "--load-path", "{tmp}/nowhere"), "nor a store are here"),
         (("sample", "--load-path", "{single}", "--num-chunks", "0"), "num_chunks: expected a positive integer"),
         (("import", "{tmp}/nowhere", "{tmp}/store"), "expected a directory of trajectories, found none"),
     ],

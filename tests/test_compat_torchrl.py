@@ -732,6 +732,32 @@ def test_a_store_of_somebody_else_is_refused(tmp_path: Path) -> None:
         TrajStorage(tmp_path, 10)
 
 
+def test_a_store_of_episodes_is_no_place_for_a_storage(tmp_path: Path) -> None:
+    with trajstore.create(tmp_path / "run").writer() as writer:
+        writer.append_episode({"observation": torch.zeros(3, 2)})
+    with pytest.raises(DataError, match=r"run: is a store itself, of episodes.* give it a place of its own"):
+        TrajStorage(tmp_path / "run", 10)
+    with pytest.raises(TypeError, match=r"url: expected a path.*, got 1000; a size is given as max_size=1000"):
+        TrajStorage(1000)  # type: ignore[arg-type]
+
+
+@ours
+def test_rows_with_new_keys_are_refused_where_they_are_added(make: Make) -> None:
+    storage = make(30)
+    rb = TensorDictReplayBuffer(storage=storage)
+    rb.extend(transitions(10))
+    with pytest.raises(DataError, match=r"field 'more' is new; .* then call storage.resume\(buffer\)"):
+        rb.extend(transitions(3, 10).set("more", torch.ones(3)))
+    with pytest.warns(UserWarning, match="rows from slot 13 on do not count while slot 10 holds none"):
+        rb.extend(transitions(3, 900))
+    storage.resume(rb)
+    rb.extend(transitions(3, 10))
+    assert_same(rb[:], torch.cat([transitions(13), transitions(3, 900)]))
+    rb.empty()
+    rb.extend(transitions(3).set("more", torch.ones(3)))  # nothing is held that lacks it
+    assert rb[:]["more"].tolist() == [1, 1, 1]
+
+
 def test_a_storage_belongs_to_its_process_and_is_used_until_it_is_closed() -> None:
     storage = TrajStorage(max_size=10)
     with pytest.raises(TypeError, match="can't be pickled"):

@@ -124,6 +124,14 @@ def test_ted_that_contradicts_itself_is_refused_by_name() -> None:
         ted_to_episodes(ted(["."] * 3).set("valid", torch.ones(3)))
 
 
+@pytest.mark.parametrize("other", [torch.zeros(5), torch.zeros(5, 1, dtype=torch.float64)])
+def test_a_key_that_differs_in_kind_under_next_is_refused_by_name(other: torch.Tensor) -> None:
+    data = ted([".", ".", ".", ".", "terminated"])
+    data["reward"] = other
+    with pytest.raises(DataError, match="key 'reward': expected the same at the root and under 'next', got"):
+        ted_to_episodes(data)
+
+
 def test_ted_of_observations_alone_comes_back_too() -> None:
     data = ted([".", ".", "terminated", ".", "."]).exclude("action", ("next", "reward"), ("next", "info"))
     assert_same(episodes_to_ted(ted_to_episodes(data)), data)
@@ -273,6 +281,33 @@ def test_windows_have_their_masks(unit: Any, url: str) -> None:
         check_rows(batch[valid], data)
 
 
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("n_step", Windows.transitions(n_step=3)),
+        ("n_step", Windows(length=2, n_step=3)),
+        ("offsets", Windows(length=2, offsets={"observation": (-1, 0)})),
+        ("provenance", Windows(length=2, provenance=True)),
+    ],
+)
+def test_windows_that_have_no_place_in_ted_are_refused(name: str, unit: Windows, url: str) -> None:
+    with pytest.raises(ValueError, match=f"sample_unit: {name} has no place in TED"):
+        ReplayBuffer(url, 1000, sample_unit=unit)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"capacity": 10}, "capacity: this buffer sets it itself; say how many steps to keep with max_size"),
+        ({"sample": Windows()}, "sample: this buffer sets it itself; say what is drawn with sample_unit"),
+        ({"batchsize": 3}, r"unknown options \['batchsize'\]; there are url, max_size, batch_size,"),
+    ],
+)
+def test_options_that_are_not_taken_are_refused_at_once(options: dict[str, Any], says: str, url: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        ReplayBuffer(url, **options)
+
+
 def test_priorities_are_those_of_the_rows_that_were_drawn(url: str) -> None:
     data = ted(([*["."] * 9, "terminated"]) * 5)
     with ReplayBuffer(url, 1000, batch_size=32, alpha=1.0, beta=1.0, **OPTIONS) as buffer:
@@ -285,6 +320,13 @@ def test_priorities_are_those_of_the_rows_that_were_drawn(url: str) -> None:
         batch["td_error"] = torch.zeros(32, 1)
         buffer.update_tensordict_priority(batch)
         assert len(set(buffer.sample()["next", "reward"].flatten().tolist())) > 3
+
+
+def test_a_buffer_without_priorities_says_so(url: str) -> None:
+    with ReplayBuffer(url, 1000, batch_size=4, **OPTIONS) as buffer:
+        buffer.extend(ted([".", "terminated"]))
+        with pytest.raises(ValueError, match="this buffer has no priorities; make it with alpha="):
+            buffer.update_tensordict_priority(buffer.sample())
 
 
 def test_windows_get_the_largest_priority_of_what_was_learned(url: str) -> None:
@@ -361,6 +403,23 @@ def test_no_window_is_an_error_that_says_so() -> None:
         rb.sample()
     with pytest.raises(ValueError, match="cross"):
         WindowSampler(Windows(length=2, boundary="cross"))
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"n_step": 3},
+        {"fields": ("observation",)},
+        {"offsets": {"observation": (-1, 0)}},
+        {"next_fields": ("observation",)},
+        {"provenance": True},
+        {"weight": "episode"},
+        {"pad": "zero"},
+    ],
+)
+def test_windows_of_which_a_sampler_could_not_give_all_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"WindowSampler chooses rows only, so that {next(iter(option))} of"):
+        WindowSampler(Windows(length=4, **option))
 
 
 def test_draws_by_priority_are_in_proportion(storage: TensorStorage) -> None:

@@ -460,6 +460,43 @@ def test_a_storage_fault_while_keys_are_added_does_not_last(tmp_path: Path) -> N
             assert again[:]["more"].tolist() == [0.0] * 10 + [1.0] * 90
 
 
+@pytest.mark.parametrize("call", ["flush", "write", "patch"])
+def test_what_another_thread_changes_in_place_beside_it_is_not_lost(call: str, tmp_path: Path) -> None:
+    with TrajStorage(tmp_path / "run", N_SLOTS, **OPTIONS) as storage:
+        storage.set(range(10), rows(np.arange(10)))
+        assert storage.table is not None
+        held, append = storage.table.leaves["td1/number"], storage.table.log.append
+
+        def change(*given: Any) -> None:
+            append(*given)
+            held[3] = 77  # as `rb.set_at_` does it, which has TorchRL's lock and not the storage's
+
+        storage.table.log.append = change  # type: ignore[method-assign]
+        if call == "flush":
+            held[0] = 70
+            storage.flush()
+        elif call == "write":
+            storage.set(range(5, 6), rows(np.array([5])))
+        else:
+            storage._apply_conditional_patch(torch.tensor([5]), {"number": torch.tensor([5])})
+        storage.table.log.append = append  # type: ignore[method-assign]
+    with TrajStorage(tmp_path / "run", N_SLOTS, **OPTIONS) as again:
+        assert again[3]["number"] == 77
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_what_a_storage_writes_itself_is_logged_once(is_inference: bool, tmp_path: Path) -> None:
+    for _ in range(2):
+        with TrajStorage(tmp_path / "run", N_SLOTS, **OPTIONS) as storage, torch.inference_mode(is_inference):
+            n_before = storage.stats().get("n_rows", 0)
+            storage.set(range(10), rows(np.arange(10)))
+            storage.set(range(3, 3), rows(np.arange(0)))
+            storage.set(20, rows(np.arange(1))[0], set_cursor=False)
+            storage._apply_conditional_patch(torch.tensor([5]), {"number": torch.tensor([5])})
+            storage.flush()
+            assert storage.stats()["n_rows"] - n_before <= 12
+
+
 # ---- killed
 
 

@@ -933,7 +933,7 @@ def test_arguments_of_another_kind_are_refused_by_name(memory: str) -> None:
 def test_a_buffer_whose_cache_is_too_small_to_sample_from_is_closed_all_the_same(memory: str) -> None:
     buffer = new_buffer(memory, buffer_bytes="4MB", cache_bytes="1MB")
     buffer.append(step(0, 0))
-    with pytest.raises(ValueError, match="cache_bytes: .* take more than half of 1000000"):
+    with pytest.raises(ValueError, match=r"cache_bytes: .* take more than half of 1000000"):
         buffer.sample(1)
     buffer.close()
     assert trajstore.open(memory).episodes["length"].tolist() == [1]

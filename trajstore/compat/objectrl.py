@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore.compat.ending import end_with_process, has_ended
 from trajstore.compat.files import replace_text
+from trajstore.compat.options import check_options
 from trajstore.compat.private import forget, private_url
 from trajstore.errors import ClosedError, DataError, MissingExtraError, NotReadyError
 from trajstore.replay import ReplayBuffer as Buffer
@@ -38,6 +40,7 @@ _EPISODE = 1024  # steps that stand together, so that what is still growing stay
 _FIELD = "transition"  # keeps fields apart from what batches hold besides
 _ROWS = Windows(squeeze=True, fields=(_FIELD,))
 _BLOCK, _BLOCK_BYTES = 8192, 1 << 25
+_OWN = {"capacity": "say how many transitions to keep with buffer_size", "sample": "single transitions are drawn"}
 _SAVED = re.compile(r"-[0-9a-f]{12}\.trajstore")
 
 Indices = Sequence[int] | torch.Tensor | range
@@ -72,17 +75,21 @@ class ReplayBuffer:
         seed: int = 0,
         **options: Any,
     ) -> None:
+        check_options(type(self).__init__, options, _OWN)
         check_positive("buffer_size", buffer_size)
         self.device, self.storing_device = torch.device(device), torch.device(storing_device)
         self.buffer_size = buffer_size
         self._is_private = url is None
         self._url = private_url("objectrl") if url is None else os.fspath(url)
-        grace = {"grace_s": 0.0} if url is None else {}  # nobody else reads what is in RAM
-        self._seed, self._options = seed, {"commit_seconds": None, **grace, **options}
+        # What is in RAM nobody else reads, and no commit saves it.
+        defaults: dict[str, Any] = {"commit_seconds": None, "grace_s": 0.0} if url is None else {}
+        self._seed, self._options = seed, defaults | options
         self._n_resets = self._n_added = self._first_place = 0
         self._iterator: Iterator[Any] | None = None
         self._buffer: Buffer | None = None
         self._is_closed = False
+        if url is not None:
+            end_with_process(self, _flush)
         self._place = -1 if url is None else max(_places(self._url, options.get("storage_options")), default=-1)
 
     # ---- adding
@@ -149,6 +156,7 @@ class ReplayBuffer:
         """Release memory and threads; what is at a URL stays there."""
         self._release()
         self._is_closed = True
+        has_ended(self)
         if self._is_private:
             forget(self._url)
 
@@ -360,6 +368,11 @@ class ReplayBuffer:
             self.reset(buffer_size)
         # Places are counted from the one that the oldest had.
         self._first_place = (pointer - data_size) % self.buffer_size
+
+
+def _flush(buffer: ReplayBuffer) -> None:
+    if buffer._buffer is not None:
+        buffer._buffer.flush()
 
 
 def _known(path: Path) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from trajstore.compat.alf import nests
 from trajstore.compat.alf.draws import Draws, Sampling
 from trajstore.compat.alf.inside import begin_priorities, keep_column, random_numbers, sweep, unused_position
 from trajstore.compat.alf.rows import Rows, Steps
+from trajstore.compat.ending import end_with_process, has_ended
+from trajstore.compat.options import check_options
 from trajstore.compat.private import forget, private_url
-from trajstore.errors import DataError, NotReadyError
+from trajstore.errors import DataError, NotReadyError, StoreNotFoundError
 from trajstore.hindsight import Hindsight
 from trajstore.partitions import Policy
 from trajstore.plan import RESERVED
@@ -28,6 +30,7 @@ from trajstore.replay import ReplayBuffer as Buffer
 from trajstore.replay_options import with_ranks
 from trajstore.schema import Array, Field, Schema, as_array, check_paths, checked, flatten, nest
 from trajstore.sizes import check_positive
+from trajstore.store import Store
 from trajstore.store import open as open_store
 from trajstore.windows import Windows
 
@@ -36,6 +39,13 @@ _MOVED = "row_position_now"  # the column that keeps them where rows were laid a
 _SWEEP = 64  # steps that rows gave up go when they are so large a part of all
 _LEAST_SWEEP = 1024
 _BLOCK = 8192
+_OWN = {
+    "capacity": "say how many steps a row keeps with max_length",
+    "sample": "say how long windows are in get_batch",
+    "priorities": "draw by priority with prioritized_sampling",
+    "as_tensordict": "batches are nests as they were added",
+}
+_LATER: Any = object()  # a data_spec that opens nothing yet
 _PRIORITIES = Priorities(alpha=1.0, eps=0.0)  # raw ones: what is drawn, and the weights, are made here
 
 
@@ -75,7 +85,8 @@ class ReplayBuffer:
     same step. Every window that lies in one row is as likely as every other, whatever row that is.
 
     Args:
-        data_spec: A nest of specs (whatever has a shape and a dtype) of one step; None: as the first batch is.
+        data_spec: A nest of specs (whatever has a shape and a dtype) of one step; None: as in the store that is
+            there, or as the first batch is.
         num_environments: Rows.
         max_length: Steps that each row keeps.
         num_earliest_frames_ignored: Windows do not start at so many of a row's oldest steps.
@@ -86,9 +97,14 @@ class ReplayBuffer:
         with_replacement: Draw independently; else windows are spread evenly, none twice unless there are too few.
         device: Where batches and what is kept decoded live.
         keep_episodic_info: Accepted: it is always kept.
-        url: A directory or object store to keep the steps at; by default compressed in RAM.
+        url: A directory or object store to keep the steps at; by default compressed in RAM. A store that is there
+            is gone on with, with all its steps; `resume` goes on from a checkpoint instead.
         seed: Of the draws.
-        options: Further ones of `trajstore.ReplayBuffer`: ``rank``, ``world_size``, ``cache_bytes``, ...
+        options: Further ones of `trajstore.ReplayBuffer`: ``rank``, ``world_size``, ``cache_bytes``, ...; not
+            ``capacity``, ``sample``, ``priorities`` and ``as_tensordict``.
+
+    Raises:
+        DataError: What is at the URL are no steps of ALF's.
     """
 
     def __init__(
@@ -109,6 +125,7 @@ class ReplayBuffer:
         seed: int = 0,
         **options: Any,
     ) -> None:
+        check_options(type(self).__init__, options, _OWN)
         for name, value in (("num_environments", num_environments), ("max_length", max_length)):
             check_positive(name, value)
         recent = recent_data_steps, recent_data_ratio
@@ -128,7 +145,9 @@ class ReplayBuffer:
         self._paths: dict[str, str | None] = {}
         self._buffer: Buffer | None = None
         self._draws: Draws | None = None
-        if data_spec is not None:
+        if data_spec is None:
+            self._join()
+        elif data_spec is not _LATER:
             self._open(_schema_of(nests.flat(data_spec), n_lead=0))
             self._form = _paths_of(data_spec)
 
@@ -166,9 +185,8 @@ class ReplayBuffer:
         Raises:
             DataError: The steps that are there are none of ALF's, or not as ``data_spec`` says.
         """
-        buffer = cls(None, num_environments, max_length, url=url, **options)
-        given = with_ranks(buffer._given)
-        store = open_store(url, **{k: v for k, v in given.items() if k in ("storage_options", "fsync")})
+        buffer = cls(_LATER, num_environments, max_length, url=url, **options)
+        given, store = with_ranks(buffer._given), buffer._store()
         _check_names(store.schema or ())
         if store.schema is not None and data_spec is not None:
             _check_alike(_schema_of(nests.flat(data_spec), n_lead=0), store.schema)
@@ -181,6 +199,20 @@ class ReplayBuffer:
         buffer._enter(memory, is_anew=is_anew or "drop" in fates)
         buffer._form = None if data_spec is None else _paths_of(data_spec)
         return buffer
+
+    def _store(self) -> Store:
+        how = {name: value for name, value in self._given.items() if name in ("storage_options", "fsync")}
+        return open_store(self._url, **how)
+
+    def _join(self) -> None:
+        """Go on with the steps of a store, if there is one that has any."""
+        try:
+            schema = None if self._is_private else self._store().schema
+        except StoreNotFoundError:
+            return
+        if schema is not None:
+            _check_names(schema)
+            self._open(schema)
 
     def _open(self, schema: Schema) -> None:
         self._enter(Buffer(self._url, schema=schema, seed=self._seed, **self._options, **self._given))
@@ -201,6 +233,8 @@ class ReplayBuffer:
             buffer.close()
             raise
         self._buffer = buffer
+        if not self._is_private:
+            end_with_process(self, ReplayBuffer.flush)
 
     def _laid(self, buffer: Buffer, is_anew: bool) -> Rows:
         """Rows with all that a buffer holds: where it was, or where nothing ever was."""
@@ -407,11 +441,13 @@ class ReplayBuffer:
 
     def get_earliest_position(self, env_ids: Any) -> torch.Tensor:
         """The position of the oldest step that rows have."""
-        return self._tensors(self._rows.first[torch.as_tensor(env_ids).cpu().numpy()])[0]
+        with self._lock:
+            return self._tensors(self._rows.first[torch.as_tensor(env_ids).cpu().numpy()])[0]
 
     def get_current_position(self) -> torch.Tensor:
         """By row, the position of the next step."""
-        return self._tensors(self._rows.stop.copy())[0]
+        with self._lock:
+            return self._tensors(self._rows.stop.copy())[0]
 
     def get_field(self, field_name: Any, env_ids: Any, positions: Any) -> Any:
         """Some fields of steps: a name with dots (``"observation.achieved_goal"``), or a nest of names.
@@ -451,12 +487,14 @@ class ReplayBuffer:
     @property
     def total_size(self) -> torch.Tensor:
         """Steps of all rows."""
-        return torch.tensor(int(self._rows.sizes.sum()))
+        with self._lock:
+            return torch.tensor(int(self._rows.sizes.sum()))
 
     @property
     def current_size(self) -> torch.Tensor:
         """Steps by row."""
-        return self._tensors(self._rows.sizes)[0]
+        with self._lock:
+            return self._tensors(self._rows.sizes)[0]
 
     @property
     def num_environments(self) -> int:
@@ -541,6 +579,7 @@ class ReplayBuffer:
         self._forget()
 
     def _forget(self) -> None:
+        has_ended(self)
         if self._is_private:
             forget(self._url)
 

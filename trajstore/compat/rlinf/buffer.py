@@ -6,11 +6,13 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from trajstore.compat.ending import end_with_process, has_ended
+from trajstore.compat.options import check_options
 from trajstore.compat.private import forget, private_url
 from trajstore.compat.rlinf.directory import (
     Directory,
@@ -38,6 +40,10 @@ _RENAMED = {
     "storage_format": "trajectory_format",
     "save_trajectories": "auto_save",
 }
+_OWN = {
+    "capacity": "it keeps whole trajectories; say how many with sample_window_size",
+    "sample": "single transitions are drawn",
+}
 _STATE = "trajstore"  # what RLinf's metadata.json has of ours
 
 Path = str | os.PathLike[str]
@@ -46,8 +52,9 @@ Path = str | os.PathLike[str]
 class TrajectoryReplayBuffer:
     """Keeps trajectories, and samples transitions of the newest of them, uniformly and with replacement.
 
-    Safe to use from several threads. With ``auto_save``, what was added is durable some seconds later, or after
-    `close`; a buffer with the same ``auto_save_path`` goes on with it.
+    Safe to use from several threads. With ``auto_save`` a commit behind begins with every trajectory, unless the
+    one before is not finished yet, and at least every ``commit_seconds``; `flush` and `close` wait until everything
+    is durable. A buffer with the same ``auto_save_path`` goes on with it.
 
     Args:
         seed: Of the draws; None for another one every time. Ranks of torch.distributed draw differently.
@@ -81,6 +88,7 @@ class TrajectoryReplayBuffer:
             "trajectory_format": trajectory_format,
         }
         given |= _of_old_names(options)
+        check_options(type(self).__init__, options, _OWN)
         if given["auto_save"] and not given["auto_save_path"]:
             raise ValueError("auto_save_path: expected a directory or a URL to keep trajectories at, got none")
         if (
@@ -94,7 +102,9 @@ class TrajectoryReplayBuffer:
         self.trajectory_format = _checked_format(given["trajectory_format"])
         self.device = torch.device(device)
         self._url = os.fspath(given["auto_save_path"]) if self.auto_save else private_url("rlinf")
-        self._options = {"grace_s": 10.0 if self.auto_save else 0.0, **options}
+        # Trajectories are large and rare: each may as well be committed when it is there.
+        defaults = {"commit_steps": 1, "grace_s": 10.0} if self.auto_save else {"grace_s": 0.0}
+        self._options: dict[str, Any] = {**defaults, **options}
         self._lock = threading.RLock()
         self._ledger = Ledger()
         self._memory: Buffer | None = None
@@ -103,6 +113,7 @@ class TrajectoryReplayBuffer:
         self._draws_before: dict[str, int] = {}
         if self.auto_save:
             self._reopen()
+            end_with_process(self, TrajectoryReplayBuffer.flush)
 
     def _reopen(self) -> None:
         """Go on with what is there."""
@@ -178,6 +189,8 @@ class TrajectoryReplayBuffer:
         Raises:
             DataError: One does not fit those before, or is not alike in itself; none was added.
         """
+        if not isinstance(trajectories, Iterable) or isinstance(trajectories, Mapping):
+            raise TypeError(f"expected a list of trajectories, got a {type(trajectories).__name__}")
         given = [Trajectory.of(item, f"trajectory {i}") for i, item in enumerate(trajectories)]
         check_alike(given)
         with self._lock:
@@ -260,19 +273,32 @@ class TrajectoryReplayBuffer:
     def sample_chunks(self, num_chunks: int) -> dict[str, Any]:
         """The same."""
         check_positive("num_chunks", num_chunks)
-        with self._lock:
-            memory, held, window = self.memory, len(self._ledger), self.sample_window_size
-            if not held:
-                raise NotReadyError("Cannot sample from an empty buffer: add trajectories first")
-            recent = self._ledger.n_episodes(window) if 0 < window < held else None
-        return to_batch(memory.sample(num_chunks, recent_episodes=recent))
+        while True:
+            with self._lock:
+                memory, held, window = self.memory, len(self._ledger), self.sample_window_size
+                if not held:
+                    raise NotReadyError("Cannot sample from an empty buffer: add trajectories first")
+                recent = self._ledger.n_episodes(window) if 0 < window < held else None
+            with self._unless_replaced(memory):
+                return to_batch(memory.sample(num_chunks, recent_episodes=recent))
+
+    @contextlib.contextmanager
+    def _unless_replaced(self, memory: Buffer) -> Iterator[None]:
+        """Ignore that a buffer is closed if another thread has put it out of use by `clear`."""
+        try:
+            yield
+        except ClosedError:
+            with self._lock:
+                if self._is_closed or self._memory is memory:
+                    raise
 
     # ---- what there is
 
     @property
     def size(self) -> int:
         """How many trajectories are held."""
-        return len(self._ledger)
+        with self._lock:
+            return len(self._ledger)
 
     def __len__(self) -> int:
         return self.size
@@ -280,7 +306,8 @@ class TrajectoryReplayBuffer:
     @property
     def total_samples(self) -> int:
         """How many transitions are held."""
-        return self._ledger.n_samples
+        with self._lock:
+            return self._ledger.n_samples
 
     @property
     def trajectory_ids(self) -> list[int]:
@@ -375,6 +402,7 @@ class TrajectoryReplayBuffer:
             trusted: Whether to load pickled trajectories; see `Directory`.
 
         Raises:
+            StoreNotFoundError: There is none.
             FormatError: It can't be read; what was held still is, unless a later file is at fault.
         """
         rank, ranks = (local_rank, world_size) if is_distributed else (0, 1)
@@ -387,11 +415,7 @@ class TrajectoryReplayBuffer:
                         f"{os.fspath(load_path)}: is this buffer's own store, of which it holds everything"
                     )
                 return
-            source = (
-                _Directory(load_path, trusted)
-                if is_directory_of_rlinf(load_path)
-                else StoredTrajectories.open(load_path, self._options_of(load_path))
-            )
+            source = self._source(load_path, trusted)
             chosen = share_of(source.numbers, rank, ranks)
             if not self.auto_save and self.sample_window_size:
                 chosen = chosen[-self.sample_window_size :]  # the others would leave at once
@@ -401,6 +425,14 @@ class TrajectoryReplayBuffer:
                 self.add_numbered(number, first if number == chosen[0] else source.load(number))
             if self._memory is not None:  # ranks go on with draws of their own
                 self._go_on({"seed": self._own_seed(rank, ranks), "counter": 0} if ranks > 1 else source.draws)
+
+    def _source(self, path: Path, trusted: bool) -> _Directory | StoredTrajectories:
+        if is_directory_of_rlinf(path):
+            return _Directory(path, trusted)
+        try:
+            return StoredTrajectories.open(path, self._options_of(path))
+        except StoreNotFoundError as error:
+            raise StoreNotFoundError(f"{os.fspath(path)}: neither files of RLinf's nor a store are here") from error
 
     @property
     def _own_options(self) -> Any:
@@ -453,13 +485,17 @@ class TrajectoryReplayBuffer:
 
     def clear_cache(self) -> None:
         """Forget what was decoded; the trajectories stay."""
-        if self._memory is not None:
-            self._memory.reader.invalidate()
+        memory = self._memory
+        if memory is not None:
+            with self._unless_replaced(memory):
+                memory.reader.invalidate()
 
     def flush(self) -> None:
         """Make durable what was added; raises what went wrong behind."""
-        if self._memory is not None:
-            self.memory.flush()
+        memory = self._memory
+        if memory is not None:
+            with self._unless_replaced(memory):
+                memory.flush()
 
     def close(self, wait: bool = True) -> None:
         """Make durable what was added and release everything; raises what went wrong behind.
@@ -469,6 +505,7 @@ class TrajectoryReplayBuffer:
         """
         with self._lock:
             self._is_closed = True
+            has_ended(self)
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
 from trajstore.compat.rlinf.names import flat, nested
-from trajstore.errors import DataError
+from trajstore.errors import DataError, NotReadyError
 from trajstore.sizes import check_positive
 
 Batch = dict[str, Any]
@@ -57,10 +57,20 @@ class ReplayBufferDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         while not self._is_closed.is_set():
-            if not self._is_ready():
+            batch = self._next()
+            if batch is None:
                 self._is_closed.wait(_LOOK_S)
-                continue
-            yield self._batch()
+            else:
+                yield batch
+
+    def _next(self) -> Batch | None:
+        """A batch; None while there is not enough to sample from."""
+        if not self._is_ready():
+            return None
+        try:
+            return self._batch()
+        except NotReadyError:  # somebody has cleared a buffer just now, and may have filled it again
+            return self._batch() if self._is_ready() else None
 
     def _is_ready(self) -> bool:
         return all(buffer.is_ready(n) for buffer, _, n in self._sources)

@@ -10,6 +10,7 @@ from trajstore.errors import DataError
 
 _ODD = re.compile(r"[^A-Za-z0-9_-]")
 _ESCAPED = re.compile(r"\.([0-9a-f]+)\.")
+_BEGIN, _END = "_..", "_"  # around a name that paths could not begin or end with; no other begins so
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -18,7 +19,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         if not isinstance(name, str):
             raise DataError(f"name {name!r} in '{prefix}': expected a string")
-        path = prefix + _ODD.sub(lambda match: f".{ord(match[0]):x}.", name)
+        path = prefix + _written(name)
         found |= flat(value, f"{path}/") if isinstance(value, Mapping) else {path: value}
     return found
 
@@ -40,5 +41,12 @@ def shown(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {_shown(name): shown(value) if isinstance(value, Mapping) else value for name, value in tree.items()}
 
 
+def _written(name: str) -> str:
+    text = _ODD.sub(lambda match: f".{ord(match[0]):x}.", name)
+    is_refused = text.startswith((".", "-", "__")) or text.endswith(".")
+    return f"{_BEGIN}{text}{_END}" if is_refused else text
+
+
 def _shown(name: str) -> str:
-    return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), name) if "." in name else name
+    text = name[len(_BEGIN) : -len(_END)] if name.startswith(_BEGIN) else name
+    return _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text) if "." in text else text

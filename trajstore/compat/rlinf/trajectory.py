@@ -184,7 +184,10 @@ def convert_trajectories_to_batch(trajectories: Sequence[Any]) -> Tensors:
 def _tensors(value: Any, what: str) -> Any:
     """Tensors on the CPU, nested as they are; refuses all else."""
     if isinstance(value, Mapping):
-        return {str(name): _tensors(item, f"{what}/{name}") for name, item in value.items()}
+        found = {str(name): _tensors(item, f"{what}/{name}") for name, item in value.items()}
+        if len(found) < len(value):
+            raise DataError(f"{what}: expected names that differ as text, got {list(value)!s:.80}")
+        return found
     if isinstance(value, np.ndarray) and value.dtype != object and value.dtype.kind not in "US":
         value = torch.from_numpy(np.ascontiguousarray(value))
     if not isinstance(value, torch.Tensor):

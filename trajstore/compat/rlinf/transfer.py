@@ -65,7 +65,11 @@ def import_directory(
     entries = directory.entries
     total = len(entries) * (2 if verify else 1)
     buffer = TrajectoryReplayBuffer(
-        sample_window_size=0, auto_save=True, auto_save_path=url, storage_options=storage_options
+        sample_window_size=0,
+        auto_save=True,
+        auto_save_path=url,
+        storage_options=storage_options,
+        commit_steps=None,  # they come as fast as they are read, so commits by the clock and by size are enough
     )
     try:
         held = set(buffer.trajectory_ids)

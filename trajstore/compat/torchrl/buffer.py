@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import Sequence
 
+from trajstore.compat.options import check_options
 from trajstore.compat.private import forget, private_url
 from trajstore.compat.torchrl.ted import Block, assemble, differs, parse
 from trajstore.errors import DataError
@@ -22,6 +23,12 @@ from trajstore.windows import Boundary, Windows
 
 _BOUNDARIES: dict[str, Boundary] = {"pad": "pad_right", "stop": "short", "include_reset": "cross"}
 _MASKS = {"valid": "validity_mask", "learn": "learning_mask"}
+_OWN = {
+    "capacity": "say how many steps to keep with max_size",
+    "sample": "say what is drawn with sample_unit",
+    "priorities": "draw by priority with alpha and beta",
+    "as_tensordict": "batches always are TensorDicts",
+}
 
 
 class ReplayBuffer:
@@ -35,7 +42,8 @@ class ReplayBuffer:
         max_size: Steps to keep; the oldest go first.
         batch_size: Of `sample`, unless it is told otherwise.
         sample_unit: What is drawn: None for single transitions, `trajstore.Windows`, or TorchRL's `Sequence`.
-            Windows come as ``[batch, window]``, with ``learning_mask`` and ``validity_mask``.
+            Windows come as ``[batch, window]``, with ``learning_mask`` and ``validity_mask``; of their options
+            ``n_step``, ``offsets`` and ``provenance`` are refused.
         alpha: Draw by priority, with this exponent; None: uniformly.
         beta: Exponent of the weights, or a function of the number of batches so far.
         priority_key: What `update_tensordict_priority` reads.
@@ -56,6 +64,7 @@ class ReplayBuffer:
         seed: int = 0,
         **options: Any,
     ) -> None:
+        check_options(type(self).__init__, options, _OWN)
         self.batch_size, self.priority_key = batch_size, priority_key
         self._windows = _windows(sample_unit)
         self._private_url = private_url("torchrl") if url is None else None
@@ -161,7 +170,7 @@ class ReplayBuffer:
 
     def _given(self, batch: Mapping[str, Any]) -> TensorDict:
         after = flatten(batch["next"]) if "next" in batch else {}
-        apart = {"next", "index", "priority", "n_step", "is_first", "is_last", "terminated", "truncated", *_MASKS}
+        apart = {"next", "index", "priority", "is_first", "is_last", "terminated", "truncated", *_MASKS}
         steps = flatten({name: value for name, value in batch.items() if name not in apart})
         ted = assemble(steps, after, batch["terminated"].unsqueeze(-1), batch["truncated"].unsqueeze(-1))
         if not self._windows.squeeze:
@@ -176,6 +185,8 @@ class ReplayBuffer:
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
         """Set the priorities of what was drawn to ``priority_key``; of windows, to the largest of valid steps."""
+        if self.memory.options.priorities is None:
+            raise ValueError("this buffer has no priorities; make it with alpha=")
         index, priority = data["index"], data[self.priority_key].abs()
         priority = priority.reshape(*data.batch_size, -1).amax(-1)
         if not self._windows.squeeze:
@@ -214,6 +225,12 @@ def _windows(unit: Windows | Sequence | None) -> Windows:
     if unit is None:
         return Windows.transitions()
     if isinstance(unit, Windows):
+        # TED has one reward and one end for each pair of observations, of one shape.
+        if odd := [name for name in ("n_step", "offsets", "provenance") if getattr(unit, name)]:
+            raise ValueError(
+                f"sample_unit: {odd[0]} has no place in TED; use trajstore.ReplayBuffer, or a transform of"
+                " TorchRL's such as MultiStepTransform"
+            )
         return replace(unit, next_fields=unit.next_fields or "final")
     return Windows(
         length=unit.length,

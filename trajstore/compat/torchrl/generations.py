@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from trajstore.errors import DataError
 from trajstore.schema import Schema
 from trajstore.storage import open_storage
 from trajstore.store import Store, create
@@ -20,12 +21,20 @@ class Generations:
 
     Attributes:
         number: Of the store that counts; -1: there is none, 0: none was ever filled.
+
+    Raises:
+        DataError: The URL is that of a store.
     """
 
     def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, fsync: bool) -> None:
         self._url = os.fspath(url).rstrip("/")
         self._how: dict[str, Any] = {"storage_options": storage_options, "fsync": fsync}
         self._storage = open_storage(self._url, storage_options, fsync=fsync)
+        if "zarr.json" in self._storage.list_names(""):
+            raise DataError(
+                f"{self._url}: is a store itself, of episodes; a TrajStorage keeps rows by slot, in stores below"
+                " its URL: give it a place of its own"
+            )
         stores = [n for n in self._numbers() if "zarr.json" in self._storage.list_names(str(n))]
         self.number = min(stores, default=-1)
         self._is_passed = False  # the next one holds everything, and this one is perhaps not removed yet

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict, is_tensor_collection
-from tensordict.utils import is_non_tensor
+from tensordict.utils import is_non_tensor, unravel_key
 
 from trajstore.errors import DataError, SchemaError
 from trajstore.schema import Field, Schema, nest
@@ -72,6 +72,24 @@ class Layout:
     def with_fields(self, other: Layout) -> Layout:
         """With fields of another that are not here."""
         return Layout({**other.fields, **self.fields})
+
+    def path(self, key: Any) -> str:
+        """The field of a key of a TensorDict."""
+        root = next(iter(self.fields)).split("/")[0]
+        parts = unravel_key(key)
+        return "/".join([root, parts] if isinstance(parts, str) else [root, *parts])
+
+    def check_known(self, rows: Leaves) -> None:
+        """See that rows have no other fields.
+
+        Raises:
+            DataError: They have.
+        """
+        if new := [path for path in rows if path not in self.fields]:
+            raise DataError(
+                f"expected the fields of the rows before, {shown(new[0])} is new; to add it to them, write over all"
+                " rows that are held: buffer[:] = data"
+            )
 
     def check(self, rows: Leaves) -> None:
         """See that rows have these fields, as they are.

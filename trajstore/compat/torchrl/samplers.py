@@ -19,6 +19,15 @@ from trajstore.windows import Windows, relative
 
 Key = str | tuple[str, ...]
 _TOTAL = 1 << 61  # of all masses at the most
+_MEANINGLESS = (
+    "n_step",
+    "fields",
+    "offsets",
+    "next_fields",
+    "provenance",
+    "weight",
+    "pad",
+)  # where rows are chosen
 
 
 class WindowSampler(Sampler):  # type: ignore[misc]
@@ -28,7 +37,8 @@ class WindowSampler(Sampler):  # type: ignore[misc]
     counts rows. With them come ``validity_mask`` (the row is no padding) and ``learning_mask``.
 
     Args:
-        windows: Length, burn-in, bootstrap, stride, and what happens at the ends of an episode (not ``cross``).
+        windows: Length, burn-in, bootstrap, stride, and what happens at the ends of an episode (not ``cross``); all
+            else is refused, since a sampler only chooses rows.
         end_key: Where rows say that an episode ends.
         traj_key: Where they say which episode they are of; then ``end_key`` does not count.
         seed: Of the draws, unless the buffer has a generator.
@@ -39,6 +49,11 @@ class WindowSampler(Sampler):  # type: ignore[misc]
     ) -> None:
         if windows.boundary == "cross":
             raise ValueError("boundary: expected windows that stay within episodes, got 'cross'")
+        if odd := [name for name in _MEANINGLESS if getattr(windows, name) != getattr(Windows(), name)]:
+            raise ValueError(
+                f"WindowSampler chooses rows only, so that {', '.join(odd)} of its windows would have no effect;"
+                " use trajstore.ReplayBuffer, or transforms of TorchRL's such as MultiStepTransform"
+            )
         self._windows, self._end_key, self._traj_key = windows, end_key, traj_key
         self._own_rng = torch.Generator().manual_seed(seed)
         self._found: tuple[Any, int, tuple[torch.Tensor, ...]] | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -15,6 +15,7 @@ import torch
 from tensordict import is_tensorclass
 from torchrl.data import TensorDictMaxValueWriter, TensorStorage
 
+from trajstore.compat.ending import end_with_process, has_ended
 from trajstore.compat.private import forget, private_url
 from trajstore.compat.torchrl.checkpointer import TrajStorageCheckpointer
 from trajstore.compat.torchrl.generations import Generations
@@ -26,21 +27,6 @@ from trajstore.errors import ClosedError, DataError
 from trajstore.schema import Array
 from trajstore.sizes import check_positive, parse_bytes
 from trajstore.store import Store
-
-_log = logging.getLogger(__name__)
-_open: weakref.WeakSet[TrajStorage] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for storage in list(_open):
-        try:
-            storage.close()
-        except Exception:
-            _log.exception("rows that were written last could not be stored when the process ended")
-
-
-# Thread pools take no more work by the time that atexit calls anybody, and a commit needs one.
-threading._register_atexit(_close_all)  # type: ignore[attr-defined]
 
 
 class TrajStorage(TensorStorage):  # type: ignore[misc]
@@ -65,7 +51,7 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         options: Of the writer: ``commit_steps``, ``commit_seconds``, ``buffer_bytes``.
 
     Raises:
-        DataError: The store at the URL holds more slots.
+        DataError: The store at the URL holds more slots, or is one of episodes.
     """
 
     _default_checkpointer = TrajStorageCheckpointer
@@ -84,6 +70,8 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         fsync: bool = True,
         **options: Any,
     ) -> None:
+        if isinstance(url, int):
+            raise TypeError(f"url: expected a path, a URL or None, got {url}; a size is given as max_size={url}")
         check_positive("max_size", max_size)
         super().__init__(None, max_size, device=device, ndim=ndim)
         place = private_url("torchrl") if url is None else url
@@ -95,7 +83,7 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         self.table: Table | None = None
         self._class: Any = None  # of what is given out, where it is no TensorDict
         self._finalizer: weakref.finalize[..., Any] | None = None
-        self._is_closed = False
+        self._is_closed = self._has_refused = False
         self._reopen()
 
     def _reopen(self) -> None:
@@ -128,7 +116,7 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _finish, table.log, self._generations, self._private_url)
         self._finalizer.atexit = False
-        _open.add(self)
+        end_with_process(self, TrajStorage.close)
         self.table, self._storage = table, from_leaves(table.leaves)
         self.max_size = table.n_slots * self._n_lanes
         self.__dict__.pop("_total_shape_value", None)
@@ -151,37 +139,58 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write rows at slots: to the log, and to memory where they are kept there.
 
-        Keys that were not there before are added, with zeros in other rows; that copies the store once.
+        What is written over (``set_cursor=False``) may bring new keys, with zeros in other rows; that copies the
+        store once.
 
         Raises:
-            DataError: Fields are missing, or of another dtype or shape than before; nothing was written.
+            DataError: Fields are missing, new, or of another dtype or shape than before; nothing was written.
         """
-        data = stacked(data) if isinstance(data, list) else data
-        rows = rows_of(data, is_one=is_one(cursor))
         with self._lock:
             self._check_open()
             self._generations.settle()
             self._log_changes()
-            rows, slots, layout = self._checked(rows, cursor, keeps_missing=not set_cursor)
+            try:
+                data = stacked(data) if isinstance(data, list) else data
+                rows = rows_of(data, is_one=is_one(cursor))
+                rows, slots, layout = self._checked(rows, cursor, in_turn=set_cursor)
+            except DataError as error:
+                if not set_cursor:
+                    raise
+                self._has_refused = True
+                raise DataError(f"{error}; then call storage.resume(buffer), as its writer has moved on") from error
             table = self._table_of(layout)
             table.write(slots, rows, in_turn=set_cursor)
             self._class = type(data) if is_tensorclass(data) else None
             if set_cursor:
                 self._set_last_cursor(cursor)
                 self._count()
+                self._warn_of_hole(slots)
         super()._bump_mutation_revision()
 
-    def _checked(self, rows: Leaves, cursor: Any, *, keeps_missing: bool) -> tuple[Leaves, Array, Layout]:
+    def _warn_of_hole(self, slots: Array) -> None:
+        assert self.table is not None
+        n_filled = self.table.log.slots.n_filled
+        if self._has_refused and len(slots) and slots.min() > n_filled:
+            self._has_refused = False  # once is enough
+            warnings.warn(
+                f"rows from slot {slots.min()} on do not count while slot {n_filled} holds none, since rows were"
+                " refused; call storage.resume(buffer)",
+                stacklevel=3,
+            )
+
+    def _checked(self, rows: Leaves, cursor: Any, *, in_turn: bool) -> tuple[Leaves, Array, Layout]:
         """Rows as they are written, where, and the layout that there must be then."""
         table, n_rows = self.table, len(next(iter(rows.values())))
         rows = rows if table is None else without_new_index(rows, table.layout)
         if table is not None and rows.keys() <= table.leaves.keys():
             layout = table.layout
         else:
+            if in_turn and table is not None and table.log.slots.n_live:
+                table.layout.check_known(rows)
             layout = Layout.of(rows) if table is None else table.layout.with_fields(Layout.of(rows))
         slots = slots_of(cursor, self._n_slots(layout), n_rows)
         rows = with_index(rows, slots, layout)
-        if table is not None and keeps_missing:  # what is written over keeps the fields that it is not given
+        if table is not None and not in_turn:  # what is written over keeps the fields that it is not given
             missing = [path for path in table.leaves if path not in rows]
             rows |= table.select(torch.from_numpy(slots), missing)
         layout.check(rows)
@@ -229,18 +238,15 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         super()._bump_mutation_revision()
 
     def _log_changes(self) -> None:
-        # Which rows were changed nobody says, so all are appended again.
-        if self.table is not None and self.table.is_changed:
-            self.table.log_again(self.table.held)
+        if self.table is not None:
+            self.table.log_changes()
 
     def _apply_conditional_patch(self, index: torch.Tensor, patch: Mapping[Any, torch.Tensor]) -> None:
         coordinates = tuple(index.unbind(-1)) if index.ndim > 1 else (index,)
         with self._lock:
             assert self.table is not None  # the patch was checked against it
             self._log_changes()
-            for key, value in patch.items():
-                self._conditional_patch_leaf(key)[coordinates] = value
-            self.table.log_again(np.unique(coordinates[0].cpu().numpy()))
+            self.table.patch(coordinates, {self.table.layout.path(key): value for key, value in patch.items()})
         super()._bump_mutation_revision()
 
     # ---- reading
@@ -267,10 +273,11 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
         return 0 if cursor is None or self.table is None else (cursor + 1) % self.table.n_slots
 
     def resume(self, buffer: Any) -> None:
-        """Let the writer of a new buffer go on where the writer of the last session stopped."""
-        writer = buffer.writer
+        """Let the writer of a buffer go on behind what was written last, or at a slot before that holds nothing."""
+        writer, self._has_refused = buffer.writer, False
         if not isinstance(writer, TensorDictMaxValueWriter):
-            writer._cursor = self.next_slot
+            n_filled = self.table.log.slots.n_filled if self.table is not None else 0
+            writer._cursor = min(self.next_slot, n_filled)
             return
         writer._empty()
         for i in range(len(self)):
@@ -292,7 +299,7 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
                 self._log_changes()
                 _finish(self.table.log, self._generations, self._private_url)
             self._is_closed = True
-            _open.discard(self)
+            has_ended(self)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -72,9 +72,9 @@ class Table:
             for path, field in layout.fields.items()
         }
         self._resident = {path: self.leaves[path] for path in resident}
+        self._versions = self._seen()
         for slots, rows in self.log.restored(list(resident)):
             self._keep(torch.from_numpy(slots), rows)
-        self._note()
 
     def _memory(self, field: Field) -> torch.Tensor:
         with torch.inference_mode(False):  # else changes in place could not be noticed
@@ -131,30 +131,40 @@ class Table:
             slots, rows = slots[last], {path: leaf[torch.from_numpy(last)] for path, leaf in rows.items()}
         self.log.append(slots, rows)
         self._keep(torch.from_numpy(slots), rows)
-        self._note()
         self.log.compact(self.rows)
 
     def _keep(self, slots: torch.Tensor, rows: Leaves) -> None:
         index = slots.to(self._device)
         with torch.no_grad():
             for path, leaf in self._resident.items():
-                leaf[index] = rows[path].to(self._device, leaf.dtype)
+                self._put(path, index, rows[path].to(self._device, leaf.dtype))
 
-    def _note(self) -> None:
-        self._versions = {path: leaf._version for path, leaf in self._resident.items()}
+    def _put(self, path: str, index: Any, values: torch.Tensor) -> None:
+        """Change what is in memory, and count that as one's own change: others may make some at the same time."""
+        self.leaves[path][index] = values
+        self._versions[path] += 1
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether somebody has changed what is in memory, past `write`."""
-        return any(leaf._version != self._versions[path] for path, leaf in self._resident.items())
+    def patch(self, index: tuple[torch.Tensor, ...], values: Mapping[str, torch.Tensor]) -> None:
+        """Change elements of some fields in memory, the slots being the first of their index, and in the log."""
+        for path, value in values.items():
+            self._put(path, index, value)
+        self._log_again(np.unique(index[0].cpu().numpy()))
 
-    def log_again(self, slots: Array) -> None:
-        """Append what is in memory of these slots, after it was changed there."""
+    def _seen(self) -> dict[str, int]:
+        return {path: leaf._version for path, leaf in self._resident.items()}
+
+    def log_changes(self) -> None:
+        """Append what is in memory, if somebody has changed it there, past `write`."""
+        seen = self._seen()  # before the rows are read: what is changed meanwhile is due once more
+        if seen != self._versions:
+            self._log_again(self.held)  # which rows were changed nobody says
+            self._versions = seen
+
+    def _log_again(self, slots: Array) -> None:
         n = self.log.block_rows
         for start in range(0, len(slots), n):
             part = slots[start : start + n]
             self.log.append(part, self.rows(part))
-        self._note()
         self.log.compact(self.rows)
 
     def copy_to(self, other: Table) -> None:

@@ -159,6 +159,9 @@ def _id_changes(root: Columns, like: torch.Tensor) -> torch.Tensor:
 def _check(now: Columns, after: Columns, ends: torch.Tensor) -> None:
     goes_on = ~ends[:, :-1]
     for path, value in now.items():
+        here, there = (f"{x.dtype} of shape {tuple(x.shape)}" for x in (value, after[path]))
+        if here != there:
+            raise DataError(f"key {path!r}: expected the same at the root and under 'next', got {here} and {there}")
         wrong = goes_on & differs(after[path][:, :-1], value[:, 1:]).cpu()
         if wrong.any():
             lane, t = wrong.nonzero()[0].tolist()
