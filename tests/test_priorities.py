@@ -909,8 +909,8 @@ def test_a_priority_that_is_none_is_refused_by_its_place_and_nothing_changes(bad
     ("index", "priority", "match"),
     [
         (torch.zeros(2, 3, dtype=torch.int32), torch.ones(2), r"index: expected int64 of shape \(batch, 3\)"),
-        (torch.zeros(2, 2, dtype=torch.int64), torch.ones(2), r"got torch.int64 of shape \(2, 2\)"),
-        (torch.zeros(3, dtype=torch.int64), torch.ones(3), r"got torch.int64 of shape \(3,\)"),
+        (torch.zeros(2, 2, dtype=torch.int64), torch.ones(2), r"got int64 of shape \(2, 2\)"),
+        (torch.zeros(3, dtype=torch.int64), torch.ones(3), r"got int64 of shape \(3,\)"),
         (torch.zeros(2, 3, dtype=torch.int64), torch.ones(3), r"priority: expected shape \(2,\) or \(2, length\)"),
         (torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 1, 1), r"got \(2, 1, 1\)"),
         (torch.zeros(1, 3, dtype=torch.int64), torch.tensor(1.0), r"got \(\)"),
