@@ -939,6 +939,24 @@ def test_a_buffer_whose_cache_is_too_small_to_sample_from_is_closed_all_the_same
     assert trajstore.open(memory).episodes["length"].tolist() == [1]
 
 
+def test_a_flush_that_nobody_waits_for_is_done_behind(memory: str) -> None:
+    plan = BlockPuts()
+    plan.gate.set()
+    with through(FaultyStorage(real_storage(memory), plan)):
+        buffer = new_buffer(memory)
+    plan.gate.clear()
+    for t in range(3):
+        buffer.append(step(0, t))
+        buffer.flush(wait=False)  # the second and third find the first on its way, and the other block in use
+    assert trajstore.open(memory).streams == ()
+    plan.gate.set()
+    wait_for(lambda: len(trajstore.open(memory)) == 1)
+    buffer.close()
+    buffer.close()
+    with pytest.raises(ClosedError):
+        buffer.flush(wait=False)
+
+
 def test_state_dict_lets_older_checkpoints_go(url: str) -> None:
     with new_buffer(url) as buffer:
         for t in range(4):

@@ -790,8 +790,17 @@ class ReplayBuffer:
 
     # ---- durability
 
-    def flush(self) -> None:
-        """Make everything appended, written back and evicted durable, and wait for checkpoints being written."""
+    def flush(self, *, wait: bool = True) -> None:
+        """Make everything appended, written back and evicted durable, and wait for checkpoints being written.
+
+        Args:
+            wait: Say False to begin a commit of what was appended in the background, unless one is on its way;
+                what fails is raised by the next call.
+        """
+        if not wait:
+            self._check_open()
+            self._writer.begin_commit()
+            return
         self._check()
         self._writer.commit()
         if self._reader.has_columns:

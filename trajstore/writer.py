@@ -534,6 +534,15 @@ class Writer:
             ticket = self._pipeline.hand_off()
         self._pipeline.wait(ticket)  # others may append meanwhile
 
+    def begin_commit(self) -> None:
+        """Have everything appended so far committed in the background, unless the commit before is not finished.
+
+        Neither waits nor raises: what fails is raised by the next call.
+        """
+        with self._lock:
+            if not self._is_closed:
+                self._pipeline.hand_off_if_free()
+
     def close(self) -> None:
         """Commit, mark open episodes as cut, seal the stream and release everything.
 

@@ -52,9 +52,9 @@ Path = str | os.PathLike[str]
 class TrajectoryReplayBuffer:
     """Keeps trajectories, and samples transitions of the newest of them, uniformly and with replacement.
 
-    Safe to use from several threads. With ``auto_save`` a commit behind begins with every trajectory, unless the
-    one before is not finished yet, and at least every ``commit_seconds``; `flush` and `close` wait until everything
-    is durable. A buffer with the same ``auto_save_path`` goes on with it.
+    Safe to use from several threads. With ``auto_save`` a commit behind begins with every `add_trajectories`,
+    unless the one before is not finished yet, and at least every ``commit_seconds``; `flush` and `close` wait until
+    everything is durable. A buffer with the same ``auto_save_path`` goes on with it.
 
     Args:
         seed: Of the draws; None for another one every time. Ranks of torch.distributed draw differently.
@@ -102,9 +102,7 @@ class TrajectoryReplayBuffer:
         self.trajectory_format = _checked_format(given["trajectory_format"])
         self.device = torch.device(device)
         self._url = os.fspath(given["auto_save_path"]) if self.auto_save else private_url("rlinf")
-        # Trajectories are large and rare: each may as well be committed when it is there.
-        defaults = {"commit_steps": 1, "grace_s": 10.0} if self.auto_save else {"grace_s": 0.0}
-        self._options: dict[str, Any] = {**defaults, **options}
+        self._options: dict[str, Any] = {"grace_s": 10.0 if self.auto_save else 0.0, **options}
         self._lock = threading.RLock()
         self._ledger = Ledger()
         self._memory: Buffer | None = None
@@ -198,6 +196,8 @@ class TrajectoryReplayBuffer:
             for item in rows:
                 self._add(self._ledger.counter, item)
             self._leave_window()
+            if self.auto_save and rows:  # trajectories are large and rare: they may as well be committed at once
+                self.memory.flush(wait=False)
 
     def add_numbered(self, number: int, trajectory: Any) -> None:
         """Add a trajectory under a number of its own, as when it comes from elsewhere.

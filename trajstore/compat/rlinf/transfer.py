@@ -69,7 +69,6 @@ def import_directory(
         auto_save=True,
         auto_save_path=url,
         storage_options=storage_options,
-        commit_steps=None,  # they come as fast as they are read, so commits by the clock and by size are enough
     )
     try:
         held = set(buffer.trajectory_ids)
