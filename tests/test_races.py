@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -54,27 +55,28 @@ def aside(act: Callable[[], Any]) -> Any:
         return threads.submit(act).result(60)
 
 
-def busy(buffer: ReplayBuffer) -> Callable[[], None]:
-    """Another thread is in the middle of a commit, as with a slow disk; call what is returned to let it go on."""
+@contextlib.contextmanager
+def beside_a_slow_disk(url: str) -> Iterator[ReplayBuffer]:
+    """Three episodes, one of them seen, while another thread is in the middle of a commit, for a while."""
     inside, go = threading.Event(), threading.Event()
-    hand_off = buffer._writer._pipeline.hand_off
+    with new_buffer(url, priorities=Priorities()) as buffer:
+        add(buffer, 0, 0, 4, every=4)
+        assert buffer.n_steps == 4
+        add(buffer, 0, 4, 12, every=4)
+        hand_off = buffer._writer._pipeline.hand_off
 
-    def slow(*args: Any, **options: Any) -> int:
-        inside.set()
-        go.wait(60)
-        return hand_off(*args, **options)
+        def slow(*args: Any, **options: Any) -> int:
+            inside.set()
+            go.wait(60)
+            return hand_off(*args, **options)
 
-    buffer._writer._pipeline.hand_off = slow  # type: ignore[method-assign]
-    thread = threading.Thread(target=buffer._writer.commit)
-    thread.start()
-    inside.wait(60)
-
-    def release() -> None:
-        buffer._writer._pipeline.hand_off = hand_off  # type: ignore[method-assign]
-        go.set()
+        buffer._writer._pipeline.hand_off = slow  # type: ignore[method-assign]
+        thread, later = threading.Thread(target=buffer._writer.commit), threading.Timer(0.3, go.set)
+        thread.start()
+        inside.wait(60)
+        later.start()
+        yield buffer
         thread.join(60)
-
-    return release
 
 
 # ---- batches that were planned ahead
@@ -329,15 +331,8 @@ def test_arrivals_that_went_otherwise_are_forgotten(url: str, act: str) -> None:
 
 
 def test_what_was_appended_is_found_while_another_thread_waits_for_the_disk(url: str) -> None:
-    with new_buffer(url, priorities=Priorities()) as buffer:
-        add(buffer, 0, 0, 4, every=4)
-        assert buffer.n_steps == 4
-        add(buffer, 0, 4, 12, every=4)
-        release = busy(buffer)
-        later = threading.Timer(0.3, release)
-        later.start()
+    with beside_a_slow_disk(url) as buffer:
         assert buffer.at(torch.tensor([[0, 2, 3]]), ONE)["obs"].flatten().tolist() == [0, 11]
-        later.join()
 
 
 @pytest.mark.parametrize(
@@ -352,15 +347,8 @@ def test_what_was_appended_is_found_while_another_thread_waits_for_the_disk(url:
 def test_what_was_appended_counts_while_another_thread_waits_for_the_disk(
     url: str, act: Callable[[ReplayBuffer], int], expected: int
 ) -> None:
-    with new_buffer(url, priorities=Priorities()) as buffer:
-        add(buffer, 0, 0, 4, every=4)
-        assert buffer.n_steps == 4
-        add(buffer, 0, 4, 12, every=4)
-        release = busy(buffer)
-        later = threading.Timer(0.3, release)
-        later.start()
+    with beside_a_slow_disk(url) as buffer:
         assert act(buffer) == expected
-        later.join()
 
 
 # ---- checkpoints and closing
