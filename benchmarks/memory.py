@@ -12,7 +12,7 @@ from _atari import frames, noise, stacked
 from _harness import Report, arguments, scratch
 
 import trajstore
-from trajstore.sizes import parse_bytes
+from trajstore.arguments import parse_bytes
 
 CASES = {
     "frame episodes": "append_episode of 84x84x4 frames, real and noise in turn",

@@ -12,8 +12,8 @@ import torch
 from _harness import Case, Report, arguments, scratch, stopwatch
 
 import trajstore
-from trajstore.rng import Counter
-from trajstore.sumtree import SumTree
+from trajstore.sampling.rng import Counter
+from trajstore.sampling.sum_tree import SumTree
 
 BATCH = 256
 BETA = 0.4

@@ -14,7 +14,7 @@ from _harness import Case, Report, arguments, scratch, stopwatch
 
 import trajstore
 from trajstore import Field, Priorities, ReplayBuffer, Schema
-from trajstore.merging import merged_state
+from trajstore.replay.merged_state import merged_state
 from trajstore.storage import Storage, open_storage
 
 T = TypeVar("T")

@@ -22,11 +22,11 @@ from _atari import GAMES, stacked
 from _harness import Case, Report, arguments, stopwatch
 
 import trajstore
-from trajstore.cpu import kernels_for
-from trajstore.index import EpisodeIndex
-from trajstore.rng import Counter
-from trajstore.spans import SPAN_FLOATS, SPAN_INTS, End, Spans, StreamSpans
-from trajstore.starts import Starts
+from trajstore.format.spans import SPAN_FLOATS, SPAN_INTS, End, Spans, StreamSpans
+from trajstore.sampling.compiled.selection import kernels_for
+from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.rng import Counter
+from trajstore.sampling.window_starts import Starts
 
 BATCH, LENGTH = 256, 32
 WINDOWS = trajstore.Windows(length=LENGTH)

@@ -24,7 +24,7 @@ from _cartpole import Array, WithFrames, make_envs
 from _plan import N_KEPT, N_PROOF, Files, Plan
 
 from trajstore import Linear, Priorities, ReplayBuffer, Windows
-from trajstore.gymnasium import VectorRecorder, schema_of
+from trajstore.compat.gymnasium import VectorRecorder, schema_of
 
 N_RECENT = 20  # episodes in the mean that is shown while training
 WINDOWS = Windows.transitions(

@@ -22,7 +22,7 @@ import torch
 
 import trajstore
 from trajstore import Priorities, Windows
-from trajstore.gymnasium import VectorRecorder, schema_of
+from trajstore.compat.gymnasium import VectorRecorder, schema_of
 from trajstore.ray import RayReplayBuffer
 
 HERE = Path(__file__).resolve().parent

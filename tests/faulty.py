@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-import trajstore.store
+import trajstore.store.store
 from trajstore.errors import StorageError
 from trajstore.storage import ANY, LocalStorage, Put, Storage, open_storage
 
@@ -208,7 +208,7 @@ class FaultyStorage(Storage):
 def through(storage: Storage) -> Iterator[Storage]:
     """Let `trajstore.create` and `trajstore.open` go through this storage inside the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trajstore.store, "open_storage", lambda *_, **__: storage)
+        patch.setattr(trajstore.store.store, "open_storage", lambda *_, **__: storage)
         yield storage
 
 

@@ -28,7 +28,7 @@ from torch import distributed
 
 import trajstore
 from trajstore import CheckpointNotFoundError, Field, ReplayBuffer, Schema, Windows
-from trajstore.saving import Saver
+from trajstore.replay.checkpoint_schedule import Saver
 
 SCHEMA = Schema({"x": Field("int64", chunk_rows=8), "reward": Field("float32", chunk_rows=8)})
 OPTIONS: dict[str, Any] = {

@@ -18,18 +18,18 @@ import zarr
 from torch import distributed
 
 import trajstore
-import trajstore.attending
-import trajstore.opening
-import trajstore.store
+import trajstore.distributed.checkpoint_requests
+import trajstore.replay.session_start
+import trajstore.store.store
 from tests.faulty import Call, Died, FaultyStorage, Plan, real_storage
 from tests.rank_process import OPTIONS
 from trajstore import Checkpoint, ReplayBuffer, Windows
-from trajstore.board import TorchBoard
-from trajstore.checkpoints import list_checkpoints
-from trajstore.record import new_id
+from trajstore.distributed.rank_group import World, alone, put_world
+from trajstore.distributed.rank_notes import TorchBoard
+from trajstore.format.commit_record import new_id
 from trajstore.storage import Storage
-from trajstore.verifying import Report, verify
-from trajstore.world import World, alone, put_world
+from trajstore.store.checkpoints import list_checkpoints
+from trajstore.store.verify import Report, verify
 
 HANG_S = 60.0  # no test waits longer for anything: then it is a deadlock
 Outcome = Any  # what a call returned, or the exception that it raised
@@ -83,7 +83,7 @@ def own_storage(storage: Storage | None) -> Iterator[None]:
 def storages_by_thread() -> Iterator[None]:
     """Inside the block, what a thread opens goes through its own storage, if it has one."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (trajstore.store, trajstore.attending):
+        for module in (trajstore.store.store, trajstore.distributed.checkpoint_requests):
             real = module.open_storage
             patch.setattr(
                 module, "open_storage", lambda *args, real=real, **kwargs: _storages.mine or real(*args, **kwargs)
@@ -205,7 +205,7 @@ def through_torch(store: Any) -> Iterator[None]:
         return world
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trajstore.opening, "join", join)
+        patch.setattr(trajstore.replay.session_start, "join", join)
         yield
 
 

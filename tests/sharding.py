@@ -13,8 +13,8 @@ import numpy as np
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
-from trajstore.chunks import ArrayLayout, Codec
-from trajstore.record import CommitRecord, Replaces, new_id
+from trajstore.format.array_layout import ArrayLayout, Codec
+from trajstore.format.commit_record import CommitRecord, Replaces, new_id
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

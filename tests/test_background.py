@@ -38,7 +38,7 @@ from trajstore import (
     Store,
     Writer,
 )
-from trajstore.staging import ROW_OVERHEAD_BYTES
+from trajstore.writing.staging import ROW_OVERHEAD_BYTES
 
 SCHEMA = Schema(
     {

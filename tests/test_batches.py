@@ -20,11 +20,11 @@ from tests.sharding import mark, read_record
 from tests.test_reader import chi_square, small_store
 from trajstore import BatchDataset, Field, Reader, Ring, Schema, Store, WindowDataset, Windows
 from trajstore.errors import ClosedError, CorruptionError
-from trajstore.outputs import flat_outputs
-from trajstore.permutation import Permutation
-from trajstore.record import View
+from trajstore.format.commit_record import View
+from trajstore.sampling.outputs import flat_outputs
+from trajstore.sampling.permutation import Permutation
 from trajstore.schema import Array
-from trajstore.writer import Writer
+from trajstore.writing.writer import Writer
 
 FIELDS = {"obs": Field("int64", (2,), chunk_rows=4), "action": Field("int64", chunk_rows=8)}
 

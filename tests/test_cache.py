@@ -18,9 +18,9 @@ import trajstore
 from tests.sharding import mark, pack, read_record
 from tests.test_batches import FIELDS, open_store, write
 from trajstore import CorruptionError, Field, Reader, Schema, SnapshotExpiredError, Store, Windows
-from trajstore.cache import HostTier
-from trajstore.pager import ChunkCache, Wanted
-from trajstore.record import View
+from trajstore.cache.chunk_cache import ChunkCache, Wanted
+from trajstore.cache.page_table import HostTier
+from trajstore.format.commit_record import View
 
 OBS_PAGE, ACTION_PAGE = 4 * 16, 8 * 8
 
@@ -304,7 +304,7 @@ def test_the_host_tier_is_a_least_recently_used_cache(actions: list[tuple[int, i
 
 
 def live_cache(store: Store, budget: int, live_rows: int, compiled: bool) -> ChunkCache:
-    from trajstore.cpu import kernels_for
+    from trajstore.sampling.compiled.selection import kernels_for
 
     device, snapshot = torch.device("cpu"), store.snapshot
     assert snapshot.schema is not None
@@ -587,7 +587,7 @@ def test_the_index_takes_few_bytes_an_episode() -> None:
 
 
 def test_compiled_loops_are_compiled_once() -> None:
-    from trajstore import kernels
+    from trajstore.sampling.compiled import batch_loops as kernels
 
     store, writer = open_store([6] * 30)
     reader = Reader(store, cache_bytes=900)

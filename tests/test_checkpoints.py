@@ -28,20 +28,6 @@ from tests.conftest import Place
 from tests.faulty import DieAt, Died, FailOnce, FaultyStorage, Plan, broken, real_storage
 from tests.sharding import mark, pack, read_record
 from tests.test_hostile import BAD, dump, many, paths_of, replaced, resealed
-from trajstore import checkpoints, state
-from trajstore.checkpoints import (
-    Checkpoint,
-    Cut,
-    find,
-    list_checkpoints,
-    new_checkpoint,
-    new_checkpoint_id,
-    pins,
-    read_state,
-    remove,
-    remove_incomplete,
-    save,
-)
 from trajstore.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -54,10 +40,25 @@ from trajstore.errors import (
     SnapshotExpiredError,
     StorageError,
 )
-from trajstore.record import View, dump_json, new_id
+from trajstore.format.commit_record import View, dump_json, new_id
 from trajstore.schema import DTYPES, Field, Schema
-from trajstore.snapshot import Snapshot
 from trajstore.storage import Storage, open_storage
+from trajstore.store import checkpoints
+from trajstore.store import state_codec as state
+from trajstore.store.checkpoints import (
+    Checkpoint,
+    Cut,
+    find,
+    list_checkpoints,
+    new_checkpoint,
+    new_checkpoint_id,
+    pins,
+    read_state,
+    remove,
+    remove_incomplete,
+    save,
+)
+from trajstore.store.snapshot import Snapshot
 
 SCHEMA = Schema(
     {

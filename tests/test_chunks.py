@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import CorruptionError, Field, FormatError, SchemaError
-from trajstore.chunks import (
+from trajstore.format.array_layout import (
     MAX_CHUNK_BYTES,
     ArrayLayout,
     Codec,

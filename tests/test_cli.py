@@ -20,10 +20,11 @@ import trajstore
 from tests.conftest import Place
 from tests.sharding import mark, read_record
 from tests.test_compat_rlinf import rlinf_directory, trajectory
-from trajstore import Field, Schema, cli
-from trajstore.checkpoints import Checkpoint, new_checkpoint_id, save
-from trajstore.commands import storage_options
+from trajstore import Field, Schema
+from trajstore.cli import app as cli
+from trajstore.cli.command import storage_options
 from trajstore.storage import LocalStorage
+from trajstore.store.checkpoints import Checkpoint, new_checkpoint_id, save
 
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "wJalrXUtnFEMI-secret"
@@ -487,7 +488,7 @@ def test_the_package_runs_as_a_module(template: Path) -> None:
 
 
 def test_the_module_can_be_imported_without_its_extra_and_without_torch() -> None:
-    code = "import sys, trajstore.cli; print(sorted({'typer', 'rich', 'torch', 'zarr'} & sys.modules.keys()))"
+    code = "import sys, trajstore.cli.app; print(sorted({'typer', 'rich', 'torch', 'zarr'} & sys.modules.keys()))"
     assert run_process(code).stdout == "[]\n"
 
 

@@ -40,9 +40,10 @@ from tests.rank_threads import (
     verified,
     walk,
 )
-from trajstore import CheckpointNotFoundError, RankError, RankTimeoutError, ReplayBuffer, StorageError, checkpoints
-from trajstore.saving import Saver
-from trajstore.verifying import verify
+from trajstore import CheckpointNotFoundError, RankError, RankTimeoutError, ReplayBuffer, StorageError
+from trajstore.replay.checkpoint_schedule import Saver
+from trajstore.store import checkpoints
+from trajstore.store.verify import verify
 
 T = TypeVar("T")
 N = 3

@@ -18,8 +18,8 @@ import trajstore
 from tests.conftest import free_port
 from tests.rank_process import OPTIONS, Nursery, Rank, digest, nurseries, shown
 from trajstore import Checkpoint, ReplayBuffer
-from trajstore.checkpoints import find, list_checkpoints
 from trajstore.storage import open_storage
+from trajstore.store.checkpoints import find, list_checkpoints
 
 END_S = 25.0  # nobody who was told to end within a few seconds takes so long
 

@@ -411,7 +411,7 @@ def test_saves_that_fail_leave_nothing_behind(made: Any, tmp_path: Path, monkeyp
     def failing(*_: Any) -> None:
         raise OSError("no space left")
 
-    for place in ("trajstore.compat.files.os.replace", "trajstore.compat.objectrl.create"):
+    for place in ("trajstore.storage.atomic_files.os.replace", "trajstore.compat.objectrl.create"):
         with monkeypatch.context() as patch:
             patch.setattr(place, failing)
             with pytest.raises(OSError, match="no space left"):

@@ -48,7 +48,7 @@ from trajstore.compat.rlinf import (
 )
 from trajstore.compat.rlinf.trajectory import FLAGS
 from trajstore.schema import flatten
-from trajstore.verifying import verify
+from trajstore.store.verify import verify
 
 NO_VERSIONS = "e58eb380-d5b9-5265-a382-0fc33930cf3e"
 
@@ -1159,7 +1159,7 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(
     buffer = TrajectoryReplayBuffer()
     buffer.add_trajectories([trajectory(10 + i) for i in range(3)])
     buffer.flush()
-    monkeypatch.setattr("trajstore.compat.files.os.replace", failing)
+    monkeypatch.setattr("trajstore.storage.atomic_files.os.replace", failing)
     with pytest.raises(OSError, match="no space left"):  # at one of three files, the index and the metadata
         buffer.save_checkpoint(tmp_path)
     monkeypatch.undo()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import trajstore.compat.rlinf.merging as merging
 from tests.test_compat_rlinf import NO_VERSIONS, rlinf_directory, same, trajectory
 from trajstore import CorruptionError, DataError, FormatError
-from trajstore.cli import app
+from trajstore.cli.app import app
 from trajstore.compat.rlinf import (
     Directory,
     Trajectory,

@@ -35,7 +35,7 @@ from tensordict import TensorDict
 
 import trajstore
 import trajstore.compat.torchrl.generations
-import trajstore.store
+import trajstore.store.store
 from tests.conftest import Place
 from tests.faulty import DieAt, Died, FailOnce, FaultyStorage, Plan, real_storage
 from trajstore import ClosedError, StorageError, StoreNotFoundError
@@ -330,7 +330,7 @@ class Places:
 
 
 def through(places: Places, patch: pytest.MonkeyPatch) -> None:
-    for module in (trajstore.store, trajstore.compat.torchrl.generations):
+    for module in (trajstore.store.store, trajstore.compat.torchrl.generations):
         patch.setattr(module, "open_storage", places)
 
 

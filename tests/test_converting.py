@@ -24,14 +24,15 @@ import trajstore
 from tests.conftest import Place
 from tests.faulty import DieAt, Died, FailOnce, FaultyStorage, no_space, real_storage, through
 from tests.test_memory import status_bytes
-from trajstore import Field, Schema, cli
-from trajstore.converting import engine
-from trajstore.converting.engine import KEY_COLUMN, Report, export_episodes, import_episodes
-from trajstore.converting.formats import FORMATS, Format
-from trajstore.converting.ports import Episode
+from trajstore import Field, Schema
+from trajstore.cli import app as cli
+from trajstore.datasets import conversion as engine
+from trajstore.datasets.conversion import KEY_COLUMN, Report, export_episodes, import_episodes
+from trajstore.datasets.formats import FORMATS, Format
+from trajstore.datasets.ports import Episode
 from trajstore.errors import CorruptionError, DataError, StorageError, StoreExistsError
 from trajstore.schema import flatten
-from trajstore.verifying import verify
+from trajstore.store.verify import verify
 
 MIB = 1 << 20
 SCHEMA = Schema(

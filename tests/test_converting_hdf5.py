@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import trajstore
-from trajstore.converting import d4rl, hdf5, robomimic
-from trajstore.converting.engine import export_episodes, import_episodes
+from trajstore.datasets import d4rl, hdf5, robomimic
+from trajstore.datasets.conversion import export_episodes, import_episodes
 from trajstore.errors import (
     DataError,
     FormatError,

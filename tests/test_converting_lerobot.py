@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import trajstore
-from trajstore.converting import lerobot_sink
-from trajstore.converting.engine import export_episodes, import_episodes
-from trajstore.converting.lerobot import open_sink, open_source
-from trajstore.converting.ports import Episode
+from trajstore.datasets.conversion import export_episodes, import_episodes
+from trajstore.datasets.lerobot import open_sink, open_source
+from trajstore.datasets.lerobot import sink as lerobot_sink
+from trajstore.datasets.ports import Episode
 from trajstore.errors import (
     DataError,
     EpisodeNotFoundError,

@@ -7,9 +7,9 @@ import pytest
 from gymnasium import spaces
 
 import trajstore
-from trajstore.converting.engine import export_episodes, import_episodes
-from trajstore.converting.minari import open_sink, open_source
-from trajstore.converting.ports import Episode
+from trajstore.datasets.conversion import export_episodes, import_episodes
+from trajstore.datasets.minari import open_sink, open_source
+from trajstore.datasets.ports import Episode
 from trajstore.errors import (
     DataError,
     EpisodeNotFoundError,
@@ -567,7 +567,7 @@ def test_an_export_that_was_killed_at_its_end_is_finished_by_the_next_run(root, 
     sink = open_sink(root / "own-v0")
     sink.write(episode("a", 3, 4))
     with monkeypatch.context() as patch:
-        patch.setattr(f"trajstore.converting.unfinished.{killed}", interrupt)
+        patch.setattr(f"trajstore.datasets.unfinished.{killed}", interrupt)
         with pytest.raises(KeyboardInterrupt):
             sink.finish()
     open_sink(root / "own-v0").finish()

@@ -8,9 +8,9 @@ import torch
 from tensordict import NonTensorStack, TensorDict
 
 import trajstore
-from trajstore.converting.engine import export_episodes, import_episodes
-from trajstore.converting.ports import Episode
-from trajstore.converting.torchrl_dump import open_sink, open_source
+from trajstore.datasets.conversion import export_episodes, import_episodes
+from trajstore.datasets.ports import Episode
+from trajstore.datasets.torchrl import open_sink, open_source
 from trajstore.errors import DataError, EpisodeNotFoundError, FormatError, SchemaError, StoreExistsError
 
 pytest.importorskip("torchrl")

@@ -20,10 +20,10 @@ import pytest
 import zarr
 
 import trajstore
-from trajstore.converting import diffusion_policy_sink
-from trajstore.converting.decoded_size import is_larger
-from trajstore.converting.diffusion_policy import open_in_place, open_sink, open_source
-from trajstore.converting.engine import export_episodes, import_episodes
+from trajstore.datasets.conversion import export_episodes, import_episodes
+from trajstore.datasets.decoded_size import is_larger
+from trajstore.datasets.diffusion_policy import open_in_place, open_sink, open_source
+from trajstore.datasets.diffusion_policy import sink as diffusion_policy_sink
 from trajstore.errors import (
     CorruptionError,
     DataError,

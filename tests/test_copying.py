@@ -20,8 +20,6 @@ from tests.conftest import Place
 from tests.faulty import DieAt, Died, FailOnce, FaultyStorage, Plan, broken, real_storage
 from tests.sharding import mark, pack, read_record, rewrite
 from tests.test_checkpoints import SCHEMA, saved, shown, small_state, step, steps
-from trajstore.checkpoints import list_checkpoints, read_state, remove
-from trajstore.copying import copy, copy_objects
 from trajstore.errors import (
     CheckpointNotFoundError,
     CorruptionError,
@@ -30,8 +28,10 @@ from trajstore.errors import (
     StoreExistsError,
     StoreNotFoundError,
 )
-from trajstore.record import View, new_id
+from trajstore.format.commit_record import View, new_id
 from trajstore.storage import LocalStorage, Storage, open_storage
+from trajstore.store.checkpoints import list_checkpoints, read_state, remove
+from trajstore.store.copying import copy, copy_objects
 
 MakePlace = Callable[[str], Place]
 KINDS = [

@@ -23,7 +23,7 @@ import torch
 import zarr
 
 import trajstore
-from trajstore.verifying import verify
+from trajstore.store.verify import verify
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore import DataError, EpisodeKey, EpisodeNotFoundError, Field, Schema, Store, Writer
-from trajstore.episodes import EpisodeTable
-from trajstore.spans import END_LABELS, Spans, StreamSpans, float_columns, int_columns
+from trajstore.format.episode_table import EpisodeTable
+from trajstore.format.spans import END_LABELS, Spans, StreamSpans, float_columns, int_columns
 from trajstore.testing import strategies as ours
 
 COLUMNS = Schema(

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore import DataError, Field, SchemaError, StorageError, Store, Writer
-from trajstore.gymnasium import Recorder, VectorRecorder, schema_of
+from trajstore.compat.gymnasium import Recorder, VectorRecorder, schema_of
 
 MODES = list(AutoresetMode)
 Script = list[tuple[int, str]]  # length and end of every episode, over and over
@@ -964,7 +964,7 @@ def test_without_gymnasium_the_error_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['gymnasium'] = None\n"
         "import trajstore\n"
-        "try:\n    import trajstore.gymnasium\n"
+        "try:\n    import trajstore.compat.gymnasium\n"
         'except trajstore.MissingExtraError as error:\n    assert "trajstore[gymnasium]" in str(error)\n'
         "else:\n    raise SystemExit('imported')\n"
     )

@@ -21,15 +21,15 @@ from tests.test_priorities import Evicted
 from tests.test_reader import ENDS, Episode, chi_square
 from tests.test_sync import NoSync
 from trajstore import DataError, Field, Schema, SnapshotExpiredError, Store
-from trajstore.assembler import Assembler
-from trajstore.hindsight import GOAL_INDEX, Hindsight, Relabeller
-from trajstore.outputs import flat_outputs
-from trajstore.plan import WHOLE
-from trajstore.reader import Reader
-from trajstore.rng import Counter
+from trajstore.sampling.batch_assembler import Assembler
+from trajstore.sampling.batch_plan import WHOLE
+from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight, Relabeller
+from trajstore.sampling.outputs import flat_outputs
+from trajstore.sampling.reader import Reader
+from trajstore.sampling.rng import Counter
+from trajstore.sampling.window_starts import Draw
+from trajstore.sampling.windows import Windows
 from trajstore.schema import nest
-from trajstore.starts import Draw
-from trajstore.windows import Windows
 
 CPU = torch.device("cpu")
 Flat = dict[str, torch.Tensor]

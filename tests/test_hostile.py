@@ -32,7 +32,7 @@ from trajstore import (
     StoreNotFoundError,
     TrajstoreError,
 )
-from trajstore.record import new_id
+from trajstore.format.commit_record import new_id
 from trajstore.schema import flatten
 
 MAX_PEAK_BYTES = 64 << 20
@@ -458,7 +458,7 @@ def test_a_chunk_of_another_size_is_corruption(store: tuple[Path, str], path: st
 # In a process of its own: a codec that trusts a header would end it, and with it the tests.
 LYING = """
 import crc32c, numpy as np
-from trajstore.chunks import Codec
+from trajstore.format.array_layout import Codec
 from trajstore.errors import CorruptionError
 
 def attempt(codec, body):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 import trajstore
 from tests.test_reader import schema
-from trajstore.index import EpisodeIndex
-from trajstore.rng import Counter
-from trajstore.snapshot import Snapshot
-from trajstore.spans import StreamSpans
-from trajstore.starts import Starts
-from trajstore.windows import Windows
+from trajstore.format.spans import StreamSpans
+from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.rng import Counter
+from trajstore.sampling.window_starts import Starts
+from trajstore.sampling.windows import Windows
+from trajstore.store.snapshot import Snapshot
 
 CPU = torch.device("cpu")
 SPECS = (
@@ -121,7 +121,7 @@ def test_an_index_that_follows_evictions_equals_one_made_at_once(
 
 
 def test_evicted_entries_are_compacted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.index._MIN_DEAD", 4)
+    monkeypatch.setattr("trajstore.sampling.episode_index._MIN_DEAD", 4)
     store = trajstore.create("memory://index-compacts", schema((4, 4, 4)))
     writer = store.writer(commit_seconds=None)
     index = EpisodeIndex(CPU)

@@ -26,7 +26,7 @@ import trajstore
 from tests.conftest import Place
 from tests.sharding import mark, pack, read_record, rewrite, sharded, stream_arrays
 from trajstore import CorruptionError, Field, Schema, SnapshotExpiredError, Store, Writer
-from trajstore.record import View, layouts_of
+from trajstore.format.commit_record import View, layouts_of
 from trajstore.schema import as_array, flatten
 from trajstore.testing import strategies as ours
 from trajstore.testing.model import assert_same_bits, stored_as

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trajstore import ClosedError
-from trajstore.limiter import SamplesPerInsert
+from trajstore.replay.pacing import SamplesPerInsert
 
 SOON_S = 30.0  # far longer than anything here takes; reached only by what hangs
 

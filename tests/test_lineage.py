@@ -14,7 +14,7 @@ import trajstore
 from tests.conftest import Place
 from tests.faulty import BlockPuts, FailOnce, FailWhile, FaultyStorage, Plan, broken, real_storage
 from trajstore import DataError, Field, Schema, StorageError, Store, Writer
-from trajstore.record import CommitRecord, View, first_rows, new_id
+from trajstore.format.commit_record import CommitRecord, View, first_rows, new_id
 
 SCHEMA = Schema({"action": Field("int64", chunk_rows=4), "reward": Field("float32", chunk_rows=8)})
 OTHER, THIRD = new_id("other"), new_id("third")

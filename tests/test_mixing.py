@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import trajstore
 from trajstore import DataError, Field, Linear, Priorities, Ring, Schema, SchemaError, Store, Windows
 from trajstore.errors import NotReadyError
-from trajstore.mixing import Mixture, apportion
-from trajstore.reader import Reader
+from trajstore.sampling.mixture import Mixture, apportion
+from trajstore.sampling.reader import Reader
 
 PLAIN = Schema({"x": Field("float32", (2,))})
 

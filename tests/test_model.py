@@ -19,9 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import trajstore
 from trajstore import DataError, Schema, Snapshot, StepPlacedError, Writer
 from trajstore.schema import flatten, nest
-from trajstore.staging import ROW_OVERHEAD_BYTES
 from trajstore.testing import strategies as ours
 from trajstore.testing.model import ModelStore, ModelWriter, ends_of
+from trajstore.writing.staging import ROW_OVERHEAD_BYTES
 
 ENVS = 3
 MAX_WRITERS = 2

@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trajstore import partitions
-from trajstore.cpu import kernels_for
-from trajstore.index import GONE
-from trajstore.partitions import CAUSES, PartitionReport, Partitions, causes, deal, fates, least_loaded
+from trajstore.distributed import partitions
+from trajstore.distributed.partitions import CAUSES, PartitionReport, Partitions, causes, deal, fates, least_loaded
+from trajstore.format.spans import End
+from trajstore.sampling.compiled.selection import kernels_for
+from trajstore.sampling.episode_index import GONE
 from trajstore.schema import Array
-from trajstore.spans import End
 
 POLICIES = ("steps", "episodes", "contiguous", "interleaved")
 SIZES = st.integers(1, 9)
@@ -126,7 +126,7 @@ def test_episodes_without_steps_are_dealt_out_as_well(lengths: list[int], n: int
     n=st.integers(1, 40),
 )
 def test_the_compiled_loop_and_the_heap_do_the_same(lengths: list[int], n: int) -> None:
-    kernels = kernels_for(torch.device("cpu"), True, "partition_kernels")
+    kernels = kernels_for(torch.device("cpu"), True, "partition_loops")
     if kernels is None:
         pytest.skip("there are no compiled loops here")
     given_lengths = np.array(lengths, np.int64)

@@ -27,13 +27,13 @@ from tests.faulty import DieAt, Died, FailOnce, FailWhile, FaultyStorage, Plan, 
 from tests.test_hostile import edit_json, nodes_of
 from tests.test_reader import Episode, legal_starts, schema
 from trajstore import CorruptionError, DataError, FormatError, StorageError, Store, TrajstoreError, Writer
-from trajstore.outputs import Ring
-from trajstore.priorities import Linear, Priorities
-from trajstore.reader import Reader
+from trajstore.format.spans import StreamSpans
+from trajstore.sampling.outputs import Ring
+from trajstore.sampling.priority_options import Linear, Priorities
+from trajstore.sampling.reader import Reader
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Array
-from trajstore.snapshot import Snapshot
-from trajstore.spans import StreamSpans
-from trajstore.windows import Windows
+from trajstore.store.snapshot import Snapshot
 
 Handle = tuple[int, int, int]  # stream number, episode, t
 Rng = np.random.Generator
@@ -1656,7 +1656,9 @@ def test_absurd_columns_are_refused_and_allocate_nothing(
 
 def put_by_hand(store: Store, target: str, values: Array, **kwargs: Any) -> None:
     writer = store.writer("hand", commit_seconds=None)
-    writer._pipeline.put_column(trajstore.stream.ColumnChange(target, "priority", values, **kwargs))
+    writer._pipeline.put_column(
+        trajstore.writing.stream_appender.ColumnChange(target, "priority", values, **kwargs)
+    )
     writer.commit()
     writer._release()
 
@@ -1680,7 +1682,7 @@ def test_stored_values_that_are_no_priorities_are_refused(tmp_path: Path, values
 def test_changes_of_rows_that_do_not_exist_are_refused(tmp_path: Path, rows: list[int]) -> None:
     store = store_of([9, 8], url=str(tmp_path / "s"))
     writer, target = store.writer("hand", commit_seconds=None), store.streams[0].id
-    change = trajstore.stream.ColumnChange
+    change = trajstore.writing.stream_appender.ColumnChange
     writer._pipeline.put_column(change(target, "priority", np.ones(17, np.float32)))
     values = np.ones(len(rows), np.float32)
     writer._pipeline.put_column(change(target, "priority", values, rows=np.array(rows)))

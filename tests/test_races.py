@@ -26,7 +26,7 @@ from trajstore import (
     Schema,
     Windows,
 )
-from trajstore.stream import remove_stream
+from trajstore.writing.stream_appender import remove_stream
 
 SCHEMA = Schema({"obs": Field("float32", (2,), chunk_rows=16)})
 ONE = Windows()

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore import Field, Schema, Store
-from trajstore.reader import Reader
+from trajstore.sampling.reader import Reader
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Array
-from trajstore.windows import Windows
 
 Rng = np.random.Generator
 
@@ -244,7 +244,7 @@ def test_batches_do_not_depend_on_the_cache(cache_bytes: str) -> None:
     for _ in range(5):
         expected, got = reference.sample(16, spec), reader.sample(16, spec)
         assert all(torch.equal(expected[key], got[key]) for key in expected)
-    assert reader.stats()["cache_bytes"] <= max(3 * 2 * 16 * 8, trajstore.sizes.parse_bytes(cache_bytes, "x"))
+    assert reader.stats()["cache_bytes"] <= max(3 * 2 * 16 * 8, trajstore.arguments.parse_bytes(cache_bytes, "x"))
 
 
 def chi_square(counts: Array, expected: Array) -> float:

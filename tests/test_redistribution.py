@@ -56,15 +56,15 @@ from trajstore import (
     SamplesPerInsert,
     Schema,
     Windows,
-    checkpoints,
     redistribute,
-    replay,
 )
-from trajstore.cli import app
-from trajstore.partitions import CAUSES
-from trajstore.rng import rank_seed
+from trajstore.cli.app import app
+from trajstore.distributed.partitions import CAUSES
+from trajstore.replay import buffer as replay
+from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Array
-from trajstore.verifying import verify
+from trajstore.store import checkpoints
+from trajstore.store.verify import verify
 
 PAIRS = [(1, 1), (1, 3), (2, 1), (2, 5), (3, 2), (3, 7), (4, 3), (4, 4), (4, 6), (8, 1), (8, 8)]
 POLICIES = ("steps", "episodes", "contiguous", "interleaved")

@@ -42,7 +42,7 @@ from trajstore import (
     StoreNotFoundError,
     Windows,
 )
-from trajstore.priorities import Linear
+from trajstore.sampling.priority_options import Linear
 
 SCHEMA = Schema(
     {

@@ -26,7 +26,7 @@ from tests.test_reader import Episode as Facts
 from tests.test_reader import legal_starts
 from tests.test_replay import crash, new_buffer, resumed
 from trajstore import DataError, NotReadyError, Priorities, ReplayBuffer, Retention, SamplesPerInsert, Windows
-from trajstore.priorities import Linear
+from trajstore.sampling.priority_options import Linear
 from trajstore.schema import Array
 
 ENVS = 4

@@ -263,7 +263,7 @@ def test_what_was_evicted_before_its_commit_is_not_shown_once_that_is_durable(ho
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that the buffer goes by."""
     fake = SimpleNamespace(now=1000.0, time=lambda: fake.now, monotonic=time.monotonic)
-    monkeypatch.setattr("trajstore.replay.time", fake)
+    monkeypatch.setattr("trajstore.replay.buffer.time", fake)
     return fake
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import DataError
-from trajstore.returns import advantages, returns_to_go
+from trajstore.sampling.returns import advantages, returns_to_go
 from trajstore.schema import Array
 
 RATES = st.sampled_from([0.0, 0.5, 0.9, 0.99, 0.999, 1.0])

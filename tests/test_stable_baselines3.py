@@ -8,7 +8,7 @@ import torch
 
 import trajstore
 from trajstore import DataError, Reader, Windows
-from trajstore.stable_baselines3 import replay_samples
+from trajstore.compat.stable_baselines3 import replay_samples
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trajstore import DataError, Field, Schema
+from trajstore.replay.statistics import RunningStatistics
 from trajstore.schema import Array, round_to_bfloat16, widen_bfloat16
-from trajstore.statistics import RunningStatistics
 
 FLOATS = ["float16", "float32", "float64"]
 INTS = ["int8", "int64", "uint8", "uint32", "uint64"]

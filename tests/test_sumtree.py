@@ -19,10 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trajstore import sumtree, sumtree_kernels
 from trajstore.errors import DataError
-from trajstore.rng import Counter
-from trajstore.sumtree import NOTHING, SumTree
+from trajstore.sampling import sum_tree as sumtree
+from trajstore.sampling.compiled import sum_tree_loops as sumtree_kernels
+from trajstore.sampling.rng import Counter
+from trajstore.sampling.sum_tree import NOTHING, SumTree
 
 CPU = torch.device("cpu")
 LIMIT = 1 << 62
@@ -477,7 +478,7 @@ def test_both_paths_have_one_layout() -> None:
 
 def test_numba_is_imported_only_for_compiled_loops() -> None:
     script = (
-        "import sys, torch, trajstore.sumtree as s\n"
+        "import sys, torch, trajstore.sampling.sum_tree as s\n"
         "s.SumTree(torch.device('cpu'), compiled=False); s.SumTree(torch.device('meta'))\n"
         "assert 'numba' not in sys.modules\n"
         "s.SumTree(torch.device('cpu'))\n"
@@ -488,8 +489,8 @@ def test_numba_is_imported_only_for_compiled_loops() -> None:
 
 def test_without_numba_tensor_operations_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = tree_of([1, 2, 3], True).draw(10, Counter(1))[0]
-    monkeypatch.delattr("trajstore.sumtree_kernels")
-    monkeypatch.setitem(sys.modules, "trajstore.sumtree_kernels", None)
+    monkeypatch.delattr("trajstore.sampling.compiled.sum_tree_loops")
+    monkeypatch.setitem(sys.modules, "trajstore.sampling.compiled.sum_tree_loops", None)
     tree = tree_of([1, 2, 3], True, with_min=True)
     assert tree._kernels is None
     assert_is(tree, [1, 2, 3])

@@ -18,8 +18,8 @@ from tests.conftest import Place
 from tests.faulty import Call, DieAt, Died, FailOnce, FailWhile, FaultyStorage, Plan, broken, real_storage
 from tests.sharding import mark, read_record, rewrite
 from trajstore import ClosedError, DataError, Field, Schema, SnapshotExpiredError, StorageError, Store, Writer
-from trajstore.record import CommitRecord, first_rows, new_id
-from trajstore.sweeping import Sweeper, check_pins
+from trajstore.format.commit_record import CommitRecord, first_rows, new_id
+from trajstore.store.garbage_collection import Sweeper, check_pins
 
 SCHEMA = Schema(
     {
@@ -211,7 +211,7 @@ def test_nothing_is_listed_while_nothing_is_to_be_deleted(session: Session) -> N
 
 
 def test_many_chunks_go_in_waves(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trajstore.sweeping, "_WAVE_KEYS", 3)
+    monkeypatch.setattr(trajstore.store.garbage_collection, "_WAVE_KEYS", 3)
     waves: list[int] = []
     delete = session.storage.delete
     monkeypatch.setattr(session.storage, "delete", lambda keys: (waves.append(len(keys)), delete(keys)))
@@ -696,7 +696,7 @@ def test_appending_goes_on_beside_sweeps(session: Session) -> None:
 def test_a_failure_in_the_background_is_raised_once_and_overcome(
     local: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trajstore.sweeping, "_RETRY_S", 0.01)
+    monkeypatch.setattr(trajstore.store.garbage_collection, "_RETRY_S", 0.01)
     old, plan = sealed(local, 40), FailWhile(["delete"])
     session = Session(local, plan)
     plan.error = broken

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 import trajstore
 from tests.test_reader import small_store
 from trajstore import Field, Reader, Ring, Schema, Store, Windows
-from trajstore.index import EpisodeIndex
-from trajstore.outputs import flat_outputs
+from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.outputs import flat_outputs
 
 aten = torch.ops.aten
 # Their result, or the shape of it, is only known once the device has come to them.

@@ -17,10 +17,10 @@ import trajstore
 from tests.sharding import mark, pack, read_record
 from tests.test_reader import chi_square
 from trajstore import DataError, Field, Reader, Schema, Store, Windows
-from trajstore.record import View
-from trajstore.rng import Counter
+from trajstore.format.commit_record import View
+from trajstore.sampling.rng import Counter
 from trajstore.schema import Array
-from trajstore.writer import Writer
+from trajstore.writing.writer import Writer
 
 FIELDS = Schema(
     {

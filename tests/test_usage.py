@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trajstore import DataError
-from trajstore.usage import UseCounts, fresh_mask, staleness_weights
+from trajstore.sampling.usage import UseCounts, fresh_mask, staleness_weights
 
 
 def addresses(*numbers: int) -> torch.Tensor:

@@ -22,11 +22,11 @@ import trajstore
 from tests.conftest import Place
 from tests.sharding import mark, pack, read_record, rewrite, write_record
 from trajstore import CorruptionError, Field, FormatError, Schema, StorageError, StoreNotFoundError
-from trajstore.checkpoints import Checkpoint, new_checkpoint_id, save
-from trajstore.record import CommitRecord, View, new_id
+from trajstore.format.commit_record import CommitRecord, View, new_id
 from trajstore.schema import Array
 from trajstore.storage import LocalStorage
-from trajstore.verifying import Problem, Report, _Verification, verify
+from trajstore.store.checkpoints import Checkpoint, new_checkpoint_id, save
+from trajstore.store.verify import Problem, Report, _Verification, verify
 
 STORES = Path(__file__).parent / "stores"
 SCHEMA = Schema(
@@ -396,7 +396,7 @@ def test_a_storage_that_stops_answering_is_an_error_at_once(made: Made, monkeypa
         monkeypatch.setattr(LocalStorage, "list_names", fail)
         raise StorageError("can't read the object")
 
-    monkeypatch.setattr("trajstore.verifying._WAVE_CHUNKS", 1)
+    monkeypatch.setattr("trajstore.store.verify._WAVE_CHUNKS", 1)
     monkeypatch.setattr(LocalStorage, "get_into", get_into)
     with pytest.raises(StorageError, match="the disk is gone"):
         made.verify()

@@ -26,10 +26,10 @@ from tests.test_reader import (
 )
 from tests.test_reader import check_transition as check_transition_of
 from trajstore import DataError, Field, Schema, Store
-from trajstore.outputs import flat_outputs
-from trajstore.reader import Reader
+from trajstore.sampling.outputs import flat_outputs
+from trajstore.sampling.reader import Reader
+from trajstore.sampling.windows import Windows
 from trajstore.schema import DTYPES, Array
-from trajstore.windows import Windows
 
 SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

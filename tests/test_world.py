@@ -51,9 +51,16 @@ from trajstore import (
     SchemaError,
     StorageError,
 )
-from trajstore.board import StorageBoard, TorchBoard, member_bytes, member_key, read_member, world_key
-from trajstore.record import FORMAT, GROUP, dump_json
-from trajstore.world import World, check_ranks, join, list_worlds, put_world, read_world
+from trajstore.distributed.rank_group import World, check_ranks, join, list_worlds, put_world, read_world
+from trajstore.distributed.rank_notes import (
+    StorageBoard,
+    TorchBoard,
+    member_bytes,
+    member_key,
+    read_member,
+    world_key,
+)
+from trajstore.format.commit_record import FORMAT, GROUP, dump_json
 
 SHORT_S = 0.3  # of waits for ranks that do not come
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import trajstore
-import trajstore.pipeline
-import trajstore.staging
+import trajstore.writing.commit_pipeline
+import trajstore.writing.staging
 from tests.faulty import BlockPuts, FailWhile, FaultyStorage, broken, real_storage
 from trajstore import EpisodeKey, Field, Handle, Schema
-from trajstore.record import CommitRecord
+from trajstore.format.commit_record import CommitRecord
 from trajstore.schema import Array
 
 
@@ -421,7 +421,7 @@ def test_an_interrupt_in_the_middle_of_an_append_tears_nothing(url: str, monkeyp
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trajstore.staging.Staging, "reserve", interrupted)
+    monkeypatch.setattr(trajstore.writing.staging.Staging, "reserve", interrupted)
     with pytest.raises(KeyboardInterrupt):
         writer.append(one(8))
     monkeypatch.undo()
@@ -438,7 +438,9 @@ def test_a_writer_whose_close_failed_takes_nothing_more(url: str, monkeypatch: p
     writer = store.writer(commit_seconds=None)
     writer.append(one(0))
     monkeypatch.setattr(
-        trajstore.pipeline.Pipeline, "seal", lambda _: (_ for _ in ()).throw(trajstore.StorageError("no"))
+        trajstore.writing.commit_pipeline.Pipeline,
+        "seal",
+        lambda _: (_ for _ in ()).throw(trajstore.StorageError("no")),
     )
     with pytest.raises(trajstore.StorageError):
         writer.close()

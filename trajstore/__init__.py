@@ -33,10 +33,7 @@ schema, errors, sizes
 
 from typing import TYPE_CHECKING, Any
 
-from trajstore.attending import request_checkpoint
-from trajstore.checkpoints import Checkpoint
-from trajstore.copying import copy
-from trajstore.episodes import EpisodeKey, EpisodeTable, Handle, Handles
+from trajstore.distributed.checkpoint_requests import request_checkpoint
 from trajstore.errors import (
     AmbiguousCheckpointError,
     CheckpointNotFoundError,
@@ -58,24 +55,27 @@ from trajstore.errors import (
     StoreNotFoundError,
     TrajstoreError,
 )
+from trajstore.format.episode_table import EpisodeKey, EpisodeTable, Handle, Handles
 from trajstore.schema import Field, Schema
-from trajstore.snapshot import Snapshot
-from trajstore.store import Store, create, open  # noqa: A004
-from trajstore.writer import Writer, WriterOptions
+from trajstore.store.checkpoints import Checkpoint
+from trajstore.store.copying import copy
+from trajstore.store.snapshot import Snapshot
+from trajstore.store.store import Store, create, open  # noqa: A004
+from trajstore.writing.writer import Writer, WriterOptions
 
 if TYPE_CHECKING:
-    from trajstore.datasets import BatchDataset, WindowDataset
-    from trajstore.hindsight import Hindsight
-    from trajstore.limiter import SamplesPerInsert
-    from trajstore.mixing import Mixture
-    from trajstore.outputs import Ring
-    from trajstore.partitions import PartitionReport, Partitions
-    from trajstore.priorities import Linear, Priorities
-    from trajstore.reader import Reader
-    from trajstore.redistribution import redistribute
-    from trajstore.replay import ReplayBuffer
-    from trajstore.retention import Retention
-    from trajstore.windows import Windows
+    from trajstore.distributed.partitions import PartitionReport, Partitions
+    from trajstore.distributed.redistribution import redistribute
+    from trajstore.replay.buffer import ReplayBuffer
+    from trajstore.replay.pacing import SamplesPerInsert
+    from trajstore.replay.retention import Retention
+    from trajstore.sampling.hindsight import Hindsight
+    from trajstore.sampling.mixture import Mixture
+    from trajstore.sampling.outputs import Ring
+    from trajstore.sampling.priority_options import Linear, Priorities
+    from trajstore.sampling.reader import Reader
+    from trajstore.sampling.torch_datasets import BatchDataset, WindowDataset
+    from trajstore.sampling.windows import Windows
 
 __version__ = "0.1.0"
 
@@ -132,21 +132,21 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "BatchDataset": "trajstore.datasets",
-    "Hindsight": "trajstore.hindsight",
-    "Linear": "trajstore.priorities",
-    "Mixture": "trajstore.mixing",
-    "PartitionReport": "trajstore.partitions",
-    "Partitions": "trajstore.partitions",
-    "Priorities": "trajstore.priorities",
-    "Reader": "trajstore.reader",
-    "ReplayBuffer": "trajstore.replay",
-    "Retention": "trajstore.retention",
-    "Ring": "trajstore.outputs",
-    "SamplesPerInsert": "trajstore.limiter",
-    "WindowDataset": "trajstore.datasets",
-    "Windows": "trajstore.windows",
-    "redistribute": "trajstore.redistribution",
+    "BatchDataset": "trajstore.sampling.torch_datasets",
+    "Hindsight": "trajstore.sampling.hindsight",
+    "Linear": "trajstore.sampling.priority_options",
+    "Mixture": "trajstore.sampling.mixture",
+    "PartitionReport": "trajstore.distributed.partitions",
+    "Partitions": "trajstore.distributed.partitions",
+    "Priorities": "trajstore.sampling.priority_options",
+    "Reader": "trajstore.sampling.reader",
+    "ReplayBuffer": "trajstore.replay.buffer",
+    "Retention": "trajstore.replay.retention",
+    "Ring": "trajstore.sampling.outputs",
+    "SamplesPerInsert": "trajstore.replay.pacing",
+    "WindowDataset": "trajstore.sampling.torch_datasets",
+    "Windows": "trajstore.sampling.windows",
+    "redistribute": "trajstore.distributed.redistribution",
 }
 
 

@@ -1,6 +1,6 @@
 """``python -m trajstore``: the command line."""
 
-from trajstore.cli import main
+from trajstore.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.compat.ending import end_with_process, has_ended
-from trajstore.compat.files import replace_text
+from trajstore.arguments import check_positive, parse_bytes
+from trajstore.compat.exit_flush import end_with_process, has_ended
 from trajstore.compat.options import check_options
-from trajstore.compat.private import forget, private_url
+from trajstore.compat.private_store import forget, private_url
 from trajstore.errors import ClosedError, DataError, MissingExtraError, NotReadyError
-from trajstore.replay import ReplayBuffer as Buffer
+from trajstore.replay.buffer import ReplayBuffer as Buffer
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, Schema, flatten, nest
-from trajstore.sizes import check_positive, parse_bytes
-from trajstore.staging import staged_rows
 from trajstore.storage import open_storage
-from trajstore.store import Store, create
-from trajstore.store import open as open_store
-from trajstore.windows import Windows
+from trajstore.storage.atomic_files import replace_text
+from trajstore.store.store import Store, create
+from trajstore.store.store import open as open_store
+from trajstore.writing.staging import staged_rows
 
 try:
     from tensordict import TensorDict, TensorDictBase

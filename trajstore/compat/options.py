@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from trajstore.replay_options import ReplayOptions
+from trajstore.replay.options import ReplayOptions
 
 _OF_STORES = {"storage_options", "fsync"}
 

@@ -19,16 +19,16 @@ import ray
 import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
-from trajstore.draws import Among, first_recent
 from trajstore.errors import ClosedError, DataError, RankError, StorageError
-from trajstore.outputs import Ring, flat_outputs
-from trajstore.prioritised import PrioritySampler
-from trajstore.ray.blocks import Op
-from trajstore.ray.lines import Layout, Share, serve
-from trajstore.replay import ReplayBuffer
-from trajstore.replay_options import ReplayOptions, settle_options
+from trajstore.ray.rollout_blocks import Op
+from trajstore.ray.shared_memory import Layout, Share, serve
+from trajstore.replay.buffer import ReplayBuffer
+from trajstore.replay.options import ReplayOptions, settle_options
+from trajstore.sampling.draws import Among, first_recent
+from trajstore.sampling.outputs import Ring, flat_outputs
+from trajstore.sampling.prioritised_draws import PrioritySampler
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, Schema
-from trajstore.windows import Windows
 
 _log = logging.getLogger(__name__)
 GROUPS = {"sample": 1, "append": 1, "flush": 4, "update": 1, "control": 2}

@@ -22,13 +22,13 @@ import torch
 from ray.data.block import Block, BlockAccessor, BlockMetadata
 from ray.data.datasource import Datasink, Datasource, ReadTask
 
-from trajstore.episodes import EpisodeTable
 from trajstore.errors import DataError
+from trajstore.format.episode_table import EpisodeTable
 from trajstore.schema import Array, Schema, flatten, nest
-from trajstore.snapshot import Snapshot, selected_paths
-from trajstore.store import Store, Url, create
-from trajstore.store import open as open_store
-from trajstore.writer import Writer
+from trajstore.store.snapshot import Snapshot, selected_paths
+from trajstore.store.store import Store, Url, create
+from trajstore.store.store import open as open_store
+from trajstore.writing.writer import Writer
 
 _BLOCK_BYTES = 32 << 20  # a block is closed when it has so much, and has one episode at the least
 _TABLE = ("stream", "episode", "env", "length", "end", "return")

@@ -15,13 +15,13 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from trajstore.arguments import check_positive
 from trajstore.errors import DataError, NotReadyError
 from trajstore.ray.actor import Piece, Shared, get, to_tensors
-from trajstore.ray.lines import Layout, Lease, LineLostError, Lines, Share
-from trajstore.rng import Counter
+from trajstore.ray.shared_memory import Layout, Lease, LineLostError, Lines, Share
+from trajstore.sampling.rng import Counter
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Array
-from trajstore.sizes import check_positive
-from trajstore.windows import Windows
 
 _REDRAWS = 8
 _MAX_KINDS = 8

@@ -17,18 +17,18 @@ from typing import Any
 import ray
 import torch
 
-from trajstore.episodes import Handle, Handles
+from trajstore.arguments import check_positive, parse_bytes
 from trajstore.errors import DataError, StoreNotFoundError
-from trajstore.intake import Step
-from trajstore.outputs import to_batch
+from trajstore.format.episode_table import Handle, Handles
 from trajstore.ray.actor import GROUPS, Partition, Spec, get
 from trajstore.ray.learner import Flat, Learner
 from trajstore.ray.writer import RayWriter
-from trajstore.replay_options import ReplayOptions, settle_options
+from trajstore.replay.options import ReplayOptions, settle_options
+from trajstore.sampling.outputs import to_batch
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema
-from trajstore.sizes import check_positive, parse_bytes
-from trajstore.store import Url
-from trajstore.windows import Windows
+from trajstore.store.store import Url
+from trajstore.writing.validation import Step
 
 __all__ = ["RayReplayBuffer", "RayWriter"]
 

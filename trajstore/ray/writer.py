@@ -17,15 +17,15 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from trajstore.episodes import Handle, Handles
+from trajstore.arguments import check_positive
 from trajstore.errors import ClosedError, DataError
-from trajstore.intake import Step, leading_shape
-from trajstore.lanes import Flags, Lanes, check_ends, end_of
+from trajstore.format.episode_table import Handle, Handles
+from trajstore.format.spans import End
 from trajstore.ray.actor import get
-from trajstore.ray.blocks import Op, Rollout, copied, flags_of, led, n_bytes_of, n_steps_of, rows_of
+from trajstore.ray.rollout_blocks import Op, Rollout, copied, flags_of, led, n_bytes_of, n_steps_of, rows_of
 from trajstore.schema import Array
-from trajstore.sizes import check_positive
-from trajstore.spans import End
+from trajstore.writing.open_episodes import Flags, Lanes, check_ends, end_of
+from trajstore.writing.validation import Step, leading_shape
 
 _log = logging.getLogger(__name__)
 

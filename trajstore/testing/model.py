@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.schema import Array, Schema, as_array, flatten
-from trajstore.snapshot import Snapshot
+from trajstore.store.snapshot import Snapshot
 
 Step = Mapping[str, Any]
 

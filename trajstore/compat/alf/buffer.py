@@ -13,26 +13,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trajstore import checkpoints
+from trajstore.arguments import check_positive
 from trajstore.compat.alf import nests
 from trajstore.compat.alf.draws import Draws, Sampling
 from trajstore.compat.alf.inside import begin_priorities, keep_column, random_numbers, sweep, unused_position
 from trajstore.compat.alf.rows import Rows, Steps
-from trajstore.compat.ending import end_with_process, has_ended
+from trajstore.compat.exit_flush import end_with_process, has_ended
 from trajstore.compat.options import check_options
-from trajstore.compat.private import forget, private_url
+from trajstore.compat.private_store import forget, private_url
+from trajstore.distributed.partitions import Policy
 from trajstore.errors import DataError, NotReadyError, StoreNotFoundError
-from trajstore.hindsight import Hindsight
-from trajstore.partitions import Policy
-from trajstore.plan import RESERVED
-from trajstore.priorities import Priorities
-from trajstore.replay import ReplayBuffer as Buffer
-from trajstore.replay_options import with_ranks
+from trajstore.replay.buffer import ReplayBuffer as Buffer
+from trajstore.replay.options import with_ranks
+from trajstore.sampling.batch_plan import RESERVED
+from trajstore.sampling.hindsight import Hindsight
+from trajstore.sampling.priority_options import Priorities
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, Field, Schema, as_array, check_paths, checked, flatten, nest
-from trajstore.sizes import check_positive
-from trajstore.store import Store
-from trajstore.store import open as open_store
-from trajstore.windows import Windows
+from trajstore.store import checkpoints
+from trajstore.store.store import Store
+from trajstore.store.store import open as open_store
 
 _POSITION = "row_position"  # the field that keeps positions
 _MOVED = "row_position_now"  # the column that keeps them where rows were laid anew

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from trajstore.arguments import check_positive
 from trajstore.compat.alf.inside import random_numbers
 from trajstore.compat.alf.prioritised import PrioritisedDraws
 from trajstore.compat.alf.rows import NO_STARTS, Rows, Starts
 from trajstore.errors import NotReadyError
-from trajstore.replay import ReplayBuffer
-from trajstore.rng import Counter
+from trajstore.replay.buffer import ReplayBuffer
+from trajstore.sampling.rng import Counter
 from trajstore.schema import Array
-from trajstore.sizes import check_positive
 
 _CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from trajstore.compat.alf.rows import Rows
-from trajstore.priority_table import PriorityTable
-from trajstore.replay import ReplayBuffer
-from trajstore.rng import Counter
+from trajstore.replay.buffer import ReplayBuffer
+from trajstore.sampling.priority_column import PriorityTable
+from trajstore.sampling.rng import Counter
 from trajstore.schema import Array, Field
 
 

@@ -10,10 +10,10 @@ import torch
 from trajstore.compat.alf.inside import priorities_of, priority_table, random_numbers
 from trajstore.compat.alf.rows import Rows
 from trajstore.errors import NotReadyError
-from trajstore.replay import ReplayBuffer
+from trajstore.format.spans import all_between
+from trajstore.replay.buffer import ReplayBuffer
+from trajstore.sampling.sum_tree import SumTree
 from trajstore.schema import Array
-from trajstore.spans import all_between
-from trajstore.sumtree import SumTree
 
 _HEADROOM = 8  # bits that the largest priority may grow by before all masses are made anew, at most
 _MAX_LENGTHS = 4  # of windows whose trees are kept

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trajstore.index import GONE
+from trajstore.format.spans import all_between
+from trajstore.sampling.episode_index import GONE
 from trajstore.schema import Array
-from trajstore.spans import all_between
 
 _ROW, _STREAM, _EPISODE, _SHIFT, _BEGIN, _LAST, _STRETCH = range(7)  # of episodes; t is position - shift
 _STRETCH_ROW, _STRETCH_FIRST, _STRETCH_STOP = range(3)

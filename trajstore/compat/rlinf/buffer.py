@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from trajstore.compat.ending import end_with_process, has_ended
+from trajstore.arguments import check_positive, parse_bytes
+from trajstore.compat.exit_flush import end_with_process, has_ended
 from trajstore.compat.options import check_options
-from trajstore.compat.private import forget, private_url
+from trajstore.compat.private_store import forget, private_url
 from trajstore.compat.rlinf.directory import (
     Directory,
     DirectoryWriter,
@@ -25,15 +26,14 @@ from trajstore.compat.rlinf.ledger import Held, Ledger, is_leftover
 from trajstore.compat.rlinf.rows import Rows, sampling, to_batch, to_rows
 from trajstore.compat.rlinf.stored import StoredTrajectories, ledger_of
 from trajstore.compat.rlinf.trajectory import Trajectory, check_alike, get_model_weights_id
-from trajstore.copying import copy
-from trajstore.episodes import EpisodeKey
 from trajstore.errors import ClosedError, DataError, NotReadyError, StoreNotFoundError
-from trajstore.replay import ReplayBuffer as Buffer
-from trajstore.rng import rank_seed
+from trajstore.format.episode_table import EpisodeKey
+from trajstore.replay.buffer import ReplayBuffer as Buffer
+from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Schema, nest
-from trajstore.sizes import check_positive, parse_bytes
-from trajstore.staging import staged_rows
-from trajstore.store import open as open_store
+from trajstore.store.copying import copy
+from trajstore.store.store import open as open_store
+from trajstore.writing.staging import staged_rows
 
 _RENAMED = {
     "storage_dir": "auto_save_path",

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from trajstore.arguments import check_positive
 from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
 from trajstore.compat.rlinf.names import flat, nested
 from trajstore.errors import DataError, NotReadyError
-from trajstore.sizes import check_positive
 
 Batch = dict[str, Any]
 

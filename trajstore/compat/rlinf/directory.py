@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from trajstore.compat.files import replace_text, replace_whole
 from trajstore.compat.rlinf.trajectory import Trajectory, get_model_weights_id
 from trajstore.errors import DataError, FormatError
+from trajstore.storage.atomic_files import replace_text, replace_whole
 
 METADATA = "metadata.json"
 INDEX = "trajectory_index.json"

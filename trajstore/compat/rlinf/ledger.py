@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trajstore.episodes import EpisodeTable
+from trajstore.format.episode_table import EpisodeTable
 from trajstore.schema import Array
 
 _FIRST_ROOM = 256

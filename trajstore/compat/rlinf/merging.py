@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trajstore.compat.files import replace_whole
 from trajstore.compat.rlinf.directory import (
     INDEX,
     LEGACY_INDEX,
@@ -24,6 +23,7 @@ from trajstore.compat.rlinf.directory import (
     write_index,
 )
 from trajstore.errors import CorruptionError, DataError, FormatError
+from trajstore.storage.atomic_files import replace_whole
 
 How = Literal["copy", "move", "link"]
 Progress = Callable[[int, int], None]  # files done, files in all

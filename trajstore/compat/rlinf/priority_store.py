@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from trajstore.sizes import check_positive
+from trajstore.arguments import check_positive
 
 Priority = tuple[float, float]  # the oldest version of what was made, and the mean
 

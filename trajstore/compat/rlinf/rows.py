@@ -17,8 +17,8 @@ import torch
 from trajstore.compat.rlinf.names import flat, nested, shown
 from trajstore.compat.rlinf.trajectory import FIELDS, FLAGS, GROUPS, VALUES, Epochs, Trajectory
 from trajstore.errors import DataError
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Field, Schema, nest
-from trajstore.windows import Windows
 
 OBSERVATION = "obs"  # what curr_obs and next_obs have in common
 STEP = "step"  # of the trajectory

@@ -12,12 +12,12 @@ import torch
 from trajstore.compat.rlinf.ledger import Held, Ledger
 from trajstore.compat.rlinf.rows import COLUMNS, rows_of, sampling, to_trajectory
 from trajstore.compat.rlinf.trajectory import Trajectory
-from trajstore.episodes import EpisodeKey
 from trajstore.errors import DataError
-from trajstore.reader import Reader
-from trajstore.replay import ReplayBuffer
-from trajstore.store import Store
-from trajstore.store import open as open_store
+from trajstore.format.episode_table import EpisodeKey
+from trajstore.replay.buffer import ReplayBuffer
+from trajstore.sampling.reader import Reader
+from trajstore.store.store import Store
+from trajstore.store.store import open as open_store
 
 _AT_ONCE = 1 << 26  # bytes of a trajectory that are gathered in one go
 

@@ -12,14 +12,14 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import Sequence
 
 from trajstore.compat.options import check_options
-from trajstore.compat.private import forget, private_url
+from trajstore.compat.private_store import forget, private_url
 from trajstore.compat.torchrl.ted import Block, assemble, differs, parse
 from trajstore.errors import DataError
-from trajstore.intake import Intake
-from trajstore.priorities import Priorities
-from trajstore.replay import ReplayBuffer as Buffer
+from trajstore.replay.buffer import ReplayBuffer as Buffer
+from trajstore.sampling.priority_options import Priorities
+from trajstore.sampling.windows import Boundary, Windows
 from trajstore.schema import flatten, nest
-from trajstore.windows import Boundary, Windows
+from trajstore.writing.validation import Intake
 
 _BOUNDARIES: dict[str, Boundary] = {"pad": "pad_right", "stop": "short", "include_reset": "cross"}
 _MASKS = {"valid": "validity_mask", "learn": "learning_mask"}

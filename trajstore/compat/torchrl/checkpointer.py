@@ -14,7 +14,7 @@ from trajstore.compat.torchrl.log import Log
 from trajstore.compat.torchrl.past import Past
 from trajstore.compat.torchrl.table import Table
 from trajstore.errors import DataError, StoreNotFoundError
-from trajstore.store import Store
+from trajstore.store.store import Store
 
 if TYPE_CHECKING:
     from trajstore.compat.torchrl.storage import TrajStorage

@@ -9,8 +9,8 @@ from typing import Any
 from trajstore.errors import DataError
 from trajstore.schema import Schema
 from trajstore.storage import open_storage
-from trajstore.store import Store, create
-from trajstore.store import open as open_store
+from trajstore.store.store import Store, create
+from trajstore.store.store import open as open_store
 
 
 class Generations:

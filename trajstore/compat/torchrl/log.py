@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore import checkpoints
 from trajstore.compat.torchrl.layout import HEADER, Layout, Leaves, torch_dtype
 from trajstore.compat.torchrl.past import Past
 from trajstore.compat.torchrl.slots import SET, Slots
 from trajstore.errors import DataError
-from trajstore.reader import Reader
-from trajstore.record import CommitRecord, first_rows
+from trajstore.format.commit_record import CommitRecord, first_rows
+from trajstore.sampling.reader import Reader
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, flatten, nest
-from trajstore.snapshot import Snapshot
-from trajstore.store import Store
-from trajstore.sweeping import Sweeper
-from trajstore.windows import Windows
+from trajstore.store import checkpoints
+from trajstore.store.garbage_collection import Sweeper
+from trajstore.store.snapshot import Snapshot
+from trajstore.store.store import Store
 
 _BLOCK_ROWS = 8192
 

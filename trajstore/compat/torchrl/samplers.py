@@ -14,8 +14,8 @@ from torchrl.data import find_start_stop_traj
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler
 
 from trajstore.errors import DataError, NotReadyError
-from trajstore.sumtree import NOTHING, SumTree
-from trajstore.windows import Windows, relative
+from trajstore.sampling.sum_tree import NOTHING, SumTree
+from trajstore.sampling.windows import Windows, relative
 
 Key = str | tuple[str, ...]
 _TOTAL = 1 << 61  # of all masses at the most

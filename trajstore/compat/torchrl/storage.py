@@ -15,8 +15,9 @@ import torch
 from tensordict import is_tensorclass
 from torchrl.data import TensorDictMaxValueWriter, TensorStorage
 
-from trajstore.compat.ending import end_with_process, has_ended
-from trajstore.compat.private import forget, private_url
+from trajstore.arguments import check_positive, parse_bytes
+from trajstore.compat.exit_flush import end_with_process, has_ended
+from trajstore.compat.private_store import forget, private_url
 from trajstore.compat.torchrl.checkpointer import TrajStorageCheckpointer
 from trajstore.compat.torchrl.generations import Generations
 from trajstore.compat.torchrl.indexing import is_one, is_plain, rows_of, slots_of, with_index, without_new_index
@@ -25,8 +26,7 @@ from trajstore.compat.torchrl.log import Log
 from trajstore.compat.torchrl.table import Table
 from trajstore.errors import ClosedError, DataError
 from trajstore.schema import Array
-from trajstore.sizes import check_positive, parse_bytes
-from trajstore.store import Store
+from trajstore.store.store import Store
 
 
 class TrajStorage(TensorStorage):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from trajstore.compat.torchrl.layout import Layout, Leaves, torch_dtype
 from trajstore.compat.torchrl.log import Log
 from trajstore.compat.torchrl.paged import PagedTensor
 from trajstore.schema import Array, Field
-from trajstore.store import Store
+from trajstore.store.store import Store
 
 _BUFFER_BYTES = 64 << 20
 _RESIDENT_PART = 2  # of the budget, where not everything fits: narrow fields get half

@@ -1,0 +1,1 @@
+"""Decoded chunks on the training device, paged like virtual memory."""

@@ -1,0 +1,57 @@
+"""Frames of videos, each found by its time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trajstore.datasets.libraries import needed
+from trajstore.errors import FormatError, StoreNotFoundError
+from trajstore.schema import Array
+
+
+def library() -> Any:
+    """PyAV."""
+    return needed(
+        "av", "frames of videos need PyAV: pip install 'trajstore[video]', or leave them out with videos=False"
+    )
+
+
+def frames(path: Path, start_s: float, n: int, fps: float, shape: tuple[int, ...]) -> Array:
+    """Frames from a time on, one every ``1 / fps`` seconds, ``[n, height, width, 3]`` in RGB.
+
+    Raises:
+        FormatError: There is no frame within half of that of the time of one.
+    """
+    av = library()
+    if not path.is_file():
+        raise StoreNotFoundError(f"{path} is missing")
+    found = np.empty((n, *shape), np.uint8)
+    is_found = np.zeros(n, bool)
+    try:
+        with av.open(str(path)) as container:
+            for number, frame in _decoded(container, start_s, n, fps):
+                if (frame.height, frame.width, 3) != shape:
+                    raise FormatError(f"{path}: expected frames of {shape}, got {(frame.height, frame.width, 3)}")
+                found[number], is_found[number] = frame.to_ndarray(format="rgb24"), True
+    except av.FFmpegError as error:
+        raise FormatError(f"{path} can't be decoded: {error}") from error
+    if not is_found.all():
+        t = start_s + int(is_found.argmin()) / fps
+        raise FormatError(f"{path}: expected {n} frames from {start_s:.3f} s on, got none at {t:.3f} s")
+    return found
+
+
+def _decoded(container: Any, start_s: float, n: int, fps: float) -> Any:
+    """Frames that are wanted, with their numbers."""
+    stream = container.streams.video[0]
+    # To the key frame before: a frame may be told as a difference from those before it.
+    container.seek(int(start_s / stream.time_base), stream=stream, backward=True)
+    for frame in container.decode(stream):
+        number = -1 if frame.time is None else round((frame.time - start_s) * fps)
+        if number >= n:
+            return
+        if number >= 0:
+            yield number, frame

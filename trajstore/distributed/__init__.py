@@ -1,0 +1,1 @@
+"""Several ranks that write one store: the rank group, partitions, redistribution, checkpoint requests."""

@@ -1,0 +1,268 @@
+"""The episode table of a snapshot, and the names of episodes and steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from trajstore.errors import CorruptionError, EpisodeNotFoundError, MissingExtraError
+from trajstore.format.spans import END_LABELS, End, StreamSpans, join, span_table
+from trajstore.schema import Array, Schema
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class EpisodeKey(NamedTuple):
+    """Names an episode for ever: the stream that recorded it and its number there."""
+
+    stream: str
+    episode: int
+
+
+class Handle(NamedTuple):
+    """Names one step for ever."""
+
+    stream: str
+    episode: int
+    t: int
+
+
+class Handles(NamedTuple):
+    """Names many steps of one stream for ever; ``episode`` and ``t`` are int64 arrays."""
+
+    stream: str
+    episode: Array
+    t: Array
+
+
+class SpanRows(NamedTuple):
+    """Rows of one span, as a reader needs them."""
+
+    source: int
+    t_start: int
+    row_start: int
+    row_stop: int
+
+
+class EpisodeTable:
+    """The episodes of a snapshot, one row each, column by column.
+
+    Columns: ``stream``, ``episode``, ``env``, ``length`` (steps, the final row not counted), ``end``,
+    ``return``, ``has_final``, ``is_headless`` (its first steps are evicted), ``time`` (UNIX seconds of the last
+    span), ``metadata``, and whatever the schema declares. Rows are ordered by stream, then by episode.
+    """
+
+    def __init__(
+        self,
+        streams: Sequence[str],
+        parts: Sequence[StreamSpans],
+        schema: Schema | None,
+        read_text: Callable[[int, int, int], bytes],
+    ) -> None:
+        self._streams = np.array(streams, dtype=object)
+        self._schema = schema
+        self._read_text = read_text
+        joined = join(span_table(parts, schema))
+        self._spans = joined.columns
+        self._first, self._last, self._rows = joined.first, joined.last, joined.n_rows
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        declared = tuple(self._schema.episode) if self._schema else ()
+        return (
+            "stream", "episode", "env", "length", "end", "return",
+            "has_final", "is_headless", "time", *declared, "metadata",
+        )  # fmt: skip
+
+    def __getitem__(self, name: str) -> Array:
+        """One column as an array; declared ones are masked where an episode does not have them."""
+        derived: dict[str, Callable[[], Array]] = {
+            "episode": lambda: self._of_last("episode"),
+            "env": lambda: self._of_last("env"),
+            "return": lambda: self._of_last("return"),
+            "time": lambda: self._of_last("time"),
+            "stream": lambda: self._streams[self._spans["stream"][self._last]],
+            "length": self._lengths,
+            "end": lambda: END_LABELS[self._spans["end"][self._last]],
+            "has_final": lambda: self._spans["has_final"][self._last].astype(bool),
+            "is_headless": lambda: self._spans["t_start"][self._first] > 0,
+            "metadata": lambda: self._objects([self._free(text) for text in self._texts()]),
+        }
+        if name in derived:
+            return derived[name]()
+        if self._schema is None or name not in self._schema.episode:
+            raise KeyError(f"no episode column {name!r}; there are {', '.join(self.columns)}")
+        return self._declared(name, self._schema)
+
+    @property
+    def stream_positions(self) -> Array:
+        """By row, the position of its stream among the streams of the snapshot."""
+        return self._of_last("stream")
+
+    def _of_last(self, name: str) -> Array:
+        column: Array = self._spans[name][self._last]
+        return column
+
+    def _lengths(self) -> Array:
+        lengths: Array = self._rows - self._of_last("has_final")
+        return lengths
+
+    def _declared(self, name: str, schema: Schema) -> Array:
+        bit = list(schema.episode).index(name)
+        absent = (self._spans["present"][self._last] >> bit) & 1 == 0
+        kind = schema.episode[name]
+        if kind == "str":
+            return self._objects([text.get(name) for text in self._texts()])
+        values = self._spans[name][self._last]
+        masked: Array = np.ma.masked_array(values.astype(bool) if kind == "bool" else values, absent)
+        return masked
+
+    def _objects(self, values: list[Any]) -> Array:
+        column = np.empty(len(values), object)
+        column[:] = values
+        return column
+
+    def _texts(self) -> list[dict[str, Any]]:
+        """The text of every episode; each stream's is read once."""
+        s, last = self._spans, self._last
+        source, start, stop = s["source"][last], s["text_start"][last], s["text_stop"][last]
+        has_text = stop > start
+        texts: list[dict[str, Any]] = [{} for _ in range(len(self))]
+        for stream in np.unique(source[has_text]):
+            chosen = np.flatnonzero(has_text & (source == stream))
+            low, high = int(start[chosen].min()), int(stop[chosen].max())
+            data = self._read_text(int(stream), low, high)
+            for i in chosen:
+                texts[i] = _parse_text(data[start[i] - low : stop[i] - low])
+        return texts
+
+    def _free(self, text: dict[str, Any]) -> dict[str, Any]:
+        declared = self._schema.episode if self._schema else {}
+        return {name: value for name, value in text.items() if name not in declared}
+
+    def _text(self, i: int) -> dict[str, Any]:
+        k = self._last[i]
+        start, stop = int(self._spans["text_start"][k]), int(self._spans["text_stop"][k])
+        if start == stop:
+            return {}
+        return _parse_text(self._read_text(int(self._spans["source"][k]), start, stop))
+
+    def metadata(self, i: int) -> dict[str, Any]:
+        """Free-form metadata of episode ``i``; reads it from the store."""
+        return self._free(self._text(self._position(i)))
+
+    def key(self, i: int) -> EpisodeKey:
+        """The name of row ``i`` that stays valid whatever is written or evicted."""
+        k = self._last[self._position(i)]
+        return EpisodeKey(str(self._streams[self._spans["stream"][k]]), int(self._spans["episode"][k]))
+
+    def find(self, key: EpisodeKey) -> int:
+        """The row of an episode in this table.
+
+        Raises:
+            EpisodeNotFoundError: This snapshot does not show it.
+        """
+        stream = np.flatnonzero(self._streams == key.stream)
+        streams, episodes = self._spans["stream"][self._last], self._spans["episode"][self._last]
+        if len(stream):
+            low, high = np.searchsorted(streams, [stream[0], stream[0] + 1])
+            i = low + int(np.searchsorted(episodes[low:high], key.episode))
+            if i < high and episodes[i] == key.episode:
+                return int(i)
+        raise EpisodeNotFoundError(f"this snapshot has no episode {key.episode} of stream {key.stream!r}")
+
+    def _position(self, i: int) -> int:
+        if not -len(self) <= i < len(self):
+            raise EpisodeNotFoundError(f"no episode {i}: this snapshot has {len(self)} episodes, counted from 0")
+        return i % len(self)
+
+    def spans(self, i: int) -> list[SpanRows]:
+        """Where the rows of episode ``i`` lie, in order of time."""
+        i = self._position(i)
+        s = self._spans
+        return [
+            SpanRows(int(s["source"][k]), int(s["t_start"][k]), int(s["row_start"][k]), int(s["row_stop"][k]))
+            for k in range(self._first[i], self._last[i] + 1)
+            if s["row_stop"][k] > s["row_start"][k]
+        ]
+
+    def n_rows(self, i: int) -> int:
+        return int(self._rows[self._position(i)])
+
+    def has_final(self, i: int) -> bool:
+        return bool(self._spans["has_final"][self._last[self._position(i)]])
+
+    @property
+    def n_spans(self) -> int:
+        return int((self._last - self._first + 1).sum())
+
+    def row(self, i: int) -> dict[str, Any]:
+        """One episode as a plain dict."""
+        i = self._position(i)
+        k = self._last[i]
+        declared = self._schema.episode if self._schema else {}
+        text = self._text(i)
+        values: dict[str, Any] = {
+            "stream": str(self._streams[self._spans["stream"][k]]),
+            "episode": int(self._spans["episode"][k]),
+            "env": int(self._spans["env"][k]),
+            "length": int(self._rows[i] - self._spans["has_final"][k]),
+            "end": End(int(self._spans["end"][k])).label,
+            "return": float(self._spans["return"][k]),
+            "has_final": bool(self._spans["has_final"][k]),
+            "is_headless": bool(self._spans["t_start"][self._first[i]] > 0),
+            "time": float(self._spans["time"][k]),
+        }
+        for bit, (name, kind) in enumerate(declared.items()):
+            is_present = bool((self._spans["present"][k] >> bit) & 1)
+            value = text.get(name) if kind == "str" else self._spans[name][k].item()
+            values[name] = (bool(value) if kind == "bool" else value) if is_present else None
+        values["metadata"] = self._free(text)
+        return values
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.row(i) for i in range(len(self)))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The table as a pandas frame; absent values of declared columns become ``<NA>``.
+
+        Raises:
+            MissingExtraError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingExtraError("to_pandas needs pandas: pip install 'trajstore[pandas]'") from error
+        nullable = {"bool": "boolean", "int64": "Int64", "float64": "Float64"}
+        declared = self._schema.episode if self._schema else {}
+        data: dict[str, Any] = {}
+        for name in self.columns:
+            column = self[name]
+            if name in ("stream", "end"):
+                data[name] = pd.Categorical(column)
+            elif isinstance(column, np.ma.MaskedArray):
+                series = pd.Series(column.data, dtype=nullable[declared[name]])
+                data[name] = series.mask(np.ma.getmaskarray(column))
+            else:
+                data[name] = column
+        return pd.DataFrame(data)
+
+    def __repr__(self) -> str:
+        return f"<EpisodeTable {len(self)} episodes, {int(self._lengths().sum())} steps>"
+
+
+def _parse_text(data: bytes) -> dict[str, Any]:
+    try:
+        text = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"episode text is not JSON: {error}") from error
+    if not isinstance(text, dict):
+        raise CorruptionError(f"episode text is a {type(text).__name__}, expected an object")
+    return text

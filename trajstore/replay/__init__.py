@@ -1,0 +1,1 @@
+"""The live buffer: append, sample, retention, pacing, checkpoints, resume."""

@@ -1,0 +1,281 @@
+"""How often steps are sampled: collection and learning wait for each other, so that a ratio is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Mapping
+from fractions import Fraction
+from numbers import Rational
+from typing import Any
+
+from trajstore.arguments import check_positive
+from trajstore.errors import ClosedError
+
+_Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+
+
+class SamplesPerInsert:
+    """Keeps ``inserted * ratio - sampled`` within bounds; safe to use from several threads and event loops.
+
+    Whoever inserts too fast waits for samples, and the other way round. Nobody samples before ``min_steps`` are
+    inserted; until then inserts are free, and the bounds are counted from there: the difference stays within
+    ``min_steps * ratio`` plus and minus ``slack``. Only the insert that reaches ``min_steps`` may overstep them.
+
+    ``await_insert`` and ``await_sample`` wait until the bounds allow it and count at once, so that several threads
+    can't overstep them together. ``insert`` and ``sample`` count what happened, whatever the bounds.
+
+    Args:
+        ratio: Windows sampled for every step inserted. Decimals are taken as they are written: 0.1 is 1/10.
+        min_steps: Steps inserted before the first sample; at least 1.
+        slack: How far either side may get ahead, in windows. It has to let the largest insert and the largest
+            sample through, or both could wait for ever: ``2 * slack >= ratio * n_inserted + n_sampled``; a call
+            that makes this false is refused. By default a call may begin as soon as its side is not ahead.
+        timeout_s: How long calls wait unless they say otherwise; for ever by default.
+    """
+
+    def __init__(
+        self, ratio: float, *, min_steps: int = 0, slack: float | None = None, timeout_s: float | None = None
+    ) -> None:
+        exact_ratio = _fraction("ratio", ratio)
+        exact_slack = None if slack is None else _fraction("slack", slack)
+        if not isinstance(min_steps, int) or isinstance(min_steps, bool) or min_steps < 0:
+            raise ValueError(f"min_steps: expected an integer of at least 0, got {min_steps!r}")
+        self.options = {"ratio": ratio, "min_steps": min_steps, "slack": slack, "timeout_s": timeout_s}
+        self._min_steps = max(1, min_steps)
+        # Everything is counted in whole parts of a window, so that nothing is ever rounded.
+        self._window = math.lcm(exact_ratio.denominator, 1 if exact_slack is None else exact_slack.denominator)
+        self._step = int(exact_ratio * self._window)
+        self._slack = None if exact_slack is None else int(exact_slack * self._window)
+        self._timeout_s = _seconds(timeout_s, math.inf)
+        self._n_inserted = self._n_sampled = 0
+        self._largest = {"insert": 0, "sample": 0}  # that were asked for within the bounds
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._waiters: list[_Waiter] = []  # futures of event loops, woken together with the condition
+        if self._slack is not None and 2 * self._slack < self._step + self._window:
+            least = (self._step + self._window) / 2 / self._window
+            raise ValueError(f"slack: expected at least {least:g} = (ratio + 1) / 2, got {slack!r}")
+
+    @property
+    def n_inserted(self) -> int:
+        return self._n_inserted
+
+    @property
+    def n_sampled(self) -> int:
+        return self._n_sampled
+
+    @property
+    def difference(self) -> float:
+        """``inserted * ratio - sampled``, counted from ``min_steps``: above 0 where sampling is behind."""
+        with self._changed:
+            return self._difference() / self._window
+
+    def insert(self, n: int = 1) -> None:
+        """Count steps that were inserted without waiting."""
+        check_positive("n", n)
+        self._count(n, 0)
+
+    def sample(self, n: int = 1) -> None:
+        """Count windows that were sampled without waiting."""
+        check_positive("n", n)
+        self._count(0, n)
+
+    def cancel_insert(self, n: int = 1) -> None:
+        """Take back a count: the insert that was waited for has failed."""
+        check_positive("n", n)
+        self._count(-n, 0)
+
+    def cancel_sample(self, n: int = 1) -> None:
+        """Take back a count: the sample that was waited for has failed."""
+        check_positive("n", n)
+        self._count(0, -n)
+
+    def can_insert(self, n: int = 1) -> bool:
+        """Whether ``await_insert`` would not wait now."""
+        with self._changed:
+            self._admit("insert", n)
+            return self._may_insert(n)
+
+    def can_sample(self, n: int = 1) -> bool:
+        """Whether ``await_sample`` would not wait now."""
+        with self._changed:
+            self._admit("sample", n)
+            return self._may_sample(n)
+
+    def await_insert(self, n: int = 1, timeout_s: float | None = None) -> None:
+        """Wait until ``n`` steps may be inserted, and count them.
+
+        Raises:
+            TimeoutError: They might not within ``timeout_s``; nothing was counted.
+            ClosedError: The limiter was closed.
+            ValueError: They might never, or samples of the size that others ask for might never.
+        """
+        self._wait("insert", n, timeout_s)
+
+    def await_sample(self, n: int = 1, timeout_s: float | None = None) -> None:
+        """Wait until ``n`` windows may be sampled, and count them; raises as `await_insert` does."""
+        self._wait("sample", n, timeout_s)
+
+    async def await_insert_async(self, n: int = 1, timeout_s: float | None = None) -> None:
+        """`await_insert` for an event loop, which goes on meanwhile."""
+        await self._wait_async("insert", n, timeout_s)
+
+    async def await_sample_async(self, n: int = 1, timeout_s: float | None = None) -> None:
+        """`await_sample` for an event loop, which goes on meanwhile."""
+        await self._wait_async("sample", n, timeout_s)
+
+    def close(self) -> None:
+        """Nobody waits any more: those who do get a ClosedError, as do those who ask later."""
+        with self._changed:
+            self._is_closed = True
+            self._wake()
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._changed:
+            return {"n_inserted": self._n_inserted, "n_sampled": self._n_sampled}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        with self._changed:
+            self._n_inserted, self._n_sampled = int(state["n_inserted"]), int(state["n_sampled"])
+            self._wake()
+
+    # What follows is called with the condition held.
+
+    def _difference(self) -> int:
+        return (self._n_inserted - self._min_steps) * self._step - self._n_sampled * self._window
+
+    def _may_insert(self, n: int) -> bool:
+        if self._n_inserted < self._min_steps:
+            return True
+        return self._difference() <= (0 if self._slack is None else self._slack - n * self._step)
+
+    def _may_sample(self, n: int) -> bool:
+        if self._n_inserted < self._min_steps:
+            return False
+        return self._difference() >= (0 if self._slack is None else n * self._window - self._slack)
+
+    def _admit(self, what: str, n: int) -> None:
+        """Refuse what could wait for ever, given what else was asked for so far."""
+        check_positive("n", n)
+        if self._is_closed:
+            raise ClosedError(f"the limiter is closed; {what} of {n} refused")
+        if self._slack is None or (what == "insert" and self._n_inserted < self._min_steps):
+            return
+        largest = self._largest | {what: max(n, self._largest[what])}
+        needed = largest["insert"] * self._step + largest["sample"] * self._window
+        if needed > 2 * self._slack:
+            raise ValueError(
+                f"{what} of {n}: inserts of {largest['insert']} and samples of {largest['sample']} at ratio"
+                f" {self._step / self._window:g} could wait for each other for ever; expected slack of at least"
+                f" {needed / 2 / self._window:g}, it is {self._slack / self._window:g}"
+            )
+        self._largest = largest
+
+    def _took(self, what: str, n: int) -> bool:
+        """Count, if the bounds allow it."""
+        if self._is_closed:
+            raise ClosedError(f"the limiter was closed while {what} of {n} waited")
+        if not (self._may_insert(n) if what == "insert" else self._may_sample(n)):
+            return False
+        self._add(*((n, 0) if what == "insert" else (0, n)))
+        return True
+
+    def _add(self, n_inserted: int, n_sampled: int) -> None:
+        self._n_inserted += n_inserted
+        self._n_sampled += n_sampled
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited there
+                loop.call_soon_threadsafe(_resolve, future)
+
+    def _timed_out(self, what: str, n: int, seconds: float) -> TimeoutError:
+        state = f"{self._n_inserted} steps inserted, {self._n_sampled} windows sampled"
+        if self._n_inserted < self._min_steps:
+            return TimeoutError(f"{what} of {n} waited {seconds:g} s: {state}; waits for {self._min_steps} steps")
+        bound = self._slack or 0
+        if self._slack is not None:
+            bound -= n * (self._step if what == "insert" else self._window)
+        limit = f"at most {bound / self._window:g}" if what == "insert" else f"at least {-bound / self._window:g}"
+        return TimeoutError(
+            f"{what} of {n} waited {seconds:g} s: {state}; (inserted - {self._min_steps}) *"
+            f" {self._step / self._window:g} - sampled is {self._difference() / self._window:g}, has to be {limit}"
+        )
+
+    # And this without.
+
+    def _count(self, n_inserted: int, n_sampled: int) -> None:
+        with self._changed:
+            if self._n_inserted + n_inserted < 0 or self._n_sampled + n_sampled < 0:
+                raise ValueError(
+                    f"can't take back {-min(n_inserted, n_sampled)}: {self._n_inserted} steps inserted,"
+                    f" {self._n_sampled} windows sampled"
+                )
+            self._add(n_inserted, n_sampled)
+
+    def _wait(self, what: str, n: int, timeout_s: float | None) -> None:
+        seconds = _seconds(timeout_s, self._timeout_s)
+        with self._changed:
+            self._admit(what, n)
+            if not self._changed.wait_for(lambda: self._took(what, n), None if seconds == math.inf else seconds):
+                raise self._timed_out(what, n, seconds)
+
+    async def _wait_async(self, what: str, n: int, timeout_s: float | None) -> None:
+        seconds = _seconds(timeout_s, self._timeout_s)
+        until = time.monotonic() + seconds
+        with self._changed:
+            self._admit(what, n)
+        while (woken := self._try(what, n)) is not None:
+            left = until - time.monotonic()
+            try:
+                await asyncio.wait_for(woken, None if left == math.inf else max(0.0, left))
+            except TimeoutError:
+                with self._changed:
+                    raise self._timed_out(what, n, seconds) from None
+
+    def _try(self, what: str, n: int) -> asyncio.Future[None] | None:
+        """Count, or give a future that is resolved when it is worth trying again."""
+        loop = asyncio.get_running_loop()
+        with self._changed:
+            if self._took(what, n):
+                return None
+            future: asyncio.Future[None] = loop.create_future()
+            waiter = loop, future
+            self._waiters.append(waiter)
+        future.add_done_callback(lambda _: self._forget(waiter))
+        return future
+
+    def _forget(self, waiter: _Waiter) -> None:
+        with self._changed:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _fraction(name: str, value: float) -> Fraction:
+    """The number as it is written: binary fractions are not quite what people mean by decimals."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Rational)) or not math.isfinite(value):
+        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+    number = Fraction(repr(float(value))) if isinstance(value, float) else Fraction(value)
+    if number <= 0:
+        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+    return number
+
+
+def _seconds(timeout_s: float | None, default: float) -> float:
+    if timeout_s is None:
+        return default
+    if not timeout_s >= 0:
+        raise ValueError(f"timeout_s: expected seconds of at least 0, got {timeout_s!r}")
+    return float(timeout_s)

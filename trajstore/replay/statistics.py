@@ -1,0 +1,311 @@
+"""Running mean, variance and range of fields, as steps come in."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from trajstore.arguments import check_positive
+from trajstore.errors import DataError
+from trajstore.schema import Array, Field, Schema, checked, widen_bfloat16
+
+_BLOCK_ELEMENTS = 1 << 16  # that are looked at in float64 at a time
+_BUFFER_BYTES = 1 << 18  # of rows of one field that wait to be looked at together
+_BUFFER_ROWS = 128
+_STATE = ("count", "n_nonfinite", "origin", "mean", "m2", "min", "max")
+
+
+class RunningStatistics:
+    """Count, mean, standard deviation, minimum and maximum of every field; safe to use from several threads.
+
+    They are kept for every element of a field over all steps; of fields with more than ``max_elements`` elements
+    (images), over all elements and steps together. Sums are float64, of differences from the first value and from
+    the mean, so that a large offset costs no digits. NaN and infinities are counted and otherwise left out. Flags
+    count as 0 and 1.
+
+    A few rows at a time are only copied, and looked at together later: one row costs a microsecond or two a field.
+
+    Args:
+        schema: What the rows hold.
+        fields: Fields or groups to look at; all by default.
+        max_elements: Of a field that is looked at element by element.
+    """
+
+    def __init__(self, schema: Schema, *, fields: Iterable[str] | None = None, max_elements: int = 4096) -> None:
+        if isinstance(fields, str):
+            raise TypeError(f"fields: expected a list of names, got the string {fields!r}")
+        check_positive("max_elements", max_elements)
+        self._known = frozenset(schema)
+        # Fresh memory for every block would cost more than what is done in it.
+        scratch = np.empty(max(_BLOCK_ELEMENTS, max_elements))
+        self._moments = {
+            path: _Moments(path, schema[path], max_elements, scratch) for path in _chosen(schema, fields)
+        }
+        self._lock = threading.Lock()
+
+    def update(self, rows: Mapping[str, Array]) -> None:
+        """Count rows, ``[n, ...]`` by field; n may differ, as where only some fields have a final value.
+
+        bfloat16 comes as its bits, as it is stored. Fields that are not looked at are ignored.
+
+        Raises:
+            DataError: No such field, or another dtype or shape; the fields before it are counted.
+        """
+        with self._lock:
+            for path, values in rows.items():
+                moments = self._moments.get(path)
+                if moments is not None:
+                    moments.add(values)
+                elif path not in self._known:
+                    raise DataError(f"field '{path}': the schema has {', '.join(map(repr, sorted(self._known)))}")
+
+    def merge(self, other: RunningStatistics) -> None:
+        """Count also what another has counted.
+
+        Raises:
+            ValueError: It looks at other fields, or at other shapes of them; nothing was changed.
+        """
+        self._load(other.state_dict(), _Moments.merge)
+
+    def state_dict(self) -> dict[str, dict[str, Array]]:
+        """All there is to know, as arrays by field; copies."""
+        with self._lock:
+            return {path: moments.state() for path, moments in self._moments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from what `state_dict` gave, forgetting what was counted here.
+
+        Raises:
+            ValueError: It looks at other fields, or at other shapes of them; nothing was changed.
+        """
+        self._load(state, _Moments.load)
+
+    def _load(
+        self, state: Mapping[str, Mapping[str, Any]], take: Callable[[_Moments, Mapping[str, Array]], None]
+    ) -> None:
+        if state.keys() != self._moments.keys():
+            raise ValueError(f"statistics of {', '.join(state)}; expected {', '.join(self._moments)}")
+        arrays = {path: self._moments[path].checked_state(part) for path, part in state.items()}
+        with self._lock:
+            for path, part in arrays.items():
+                take(self._moments[path], part)
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        """By field: ``count``, ``mean``, ``std``, ``min``, ``max``, ``n_nonfinite`` and ``is_reduced``.
+
+        The first six are arrays of the field's shape, or of shape () where ``is_reduced``: over all elements, which
+        are then what is counted. The standard deviation is that of what was seen (divided by the count). Where
+        nothing was counted there is NaN.
+        """
+        with self._lock:
+            return {path: moments.result() for path, moments in self._moments.items()}
+
+    def normalizer(self, path: str, *, eps: float = 1e-8, clip: float | None = None) -> Normalizer:
+        """A function of tensors: minus the mean, divided by ``sqrt(variance + eps)``, as things stand now.
+
+        Args:
+            path: The field.
+            eps: Added to the variance, so that what hardly varies is not blown up.
+            clip: Bound of the result, either way.
+
+        Raises:
+            DataError: There are elements without any finite value.
+        """
+        with self._lock:
+            if path not in self._moments:
+                raise KeyError(f"no field {path!r}; there are {', '.join(self._moments)}")
+            found = self._moments[path].result()
+        if not found["count"].all():
+            raise DataError(f"field '{path}': no finite value was counted, so there is no mean to subtract")
+        return Normalizer(path, found["mean"], np.sqrt(found["std"] ** 2 + eps), clip)
+
+
+class Normalizer:
+    """Shifts and scales tensors, on any device, with any leading axes; integers and flags become float32."""
+
+    def __init__(self, path: str, mean: Array, scale: Array, clip: float | None) -> None:
+        if clip is not None and not clip > 0:
+            raise ValueError(f"clip: expected a number above 0, got {clip!r}")
+        self._path, self._clip = path, clip
+        self._mean, self._scale = mean, scale
+        self._on: dict[Any, tuple[Any, Any, Any]] = {}  # by device and dtype
+
+    def __call__(self, values: Any) -> Any:
+        shape = self._mean.shape
+        if shape and tuple(values.shape[-len(shape) :]) != shape:
+            expected = ", ".join(map(str, shape))
+            raise DataError(f"field '{self._path}': expected shape (..., {expected}), got {tuple(values.shape)}")
+        # Half precision would lose the difference from the mean; it is only rounded to at the end.
+        wide = values if values.element_size() >= 4 and values.is_floating_point() else values.float()
+        mean, rest, scale = self._constants(wide)
+        normal = ((wide - mean) - rest) / scale
+        if self._clip is not None:
+            normal = normal.clamp(-self._clip, self._clip)
+        return normal.to(values.dtype) if values.is_floating_point() else normal
+
+    def _constants(self, wide: Any) -> tuple[Any, Any, Any]:
+        """Mean, what float32 loses of it, and scale, where and as the values are."""
+        key = wide.device, wide.dtype
+        if key not in self._on:
+            mean = self._mean.astype(np.float64 if wide.element_size() == 8 else np.float32)
+            rest = self._mean - mean
+            self._on[key] = wide.new_tensor(mean), wide.new_tensor(rest), wide.new_tensor(self._scale)
+        return self._on[key]
+
+
+class _Moments:
+    """What is known of one field."""
+
+    def __init__(self, path: str, spec: Field, max_elements: int, scratch: Array) -> None:
+        self._path, self._spec, self._scratch = path, spec, scratch
+        self._dtype, self._shape = spec.storage_dtype, spec.shape
+        self.is_reduced = math.prod(spec.shape) > max_elements
+        self._capacity = 0 if self.is_reduced else min(_BUFFER_ROWS, max(1, _BUFFER_BYTES // spec.row_bytes))
+        self._waiting = np.empty((self._capacity, *spec.shape), self._dtype)
+        self._n_waiting = 0
+        shape = () if self.is_reduced else spec.shape
+        self._count = np.zeros(shape, np.int64)
+        self._n_nonfinite = np.zeros(shape, np.int64)
+        self._origin = np.zeros(shape)  # the first value; the mean is counted from there
+        self._mean = np.zeros(shape)
+        self._m2 = np.zeros(shape)  # sum of squared differences from the mean
+        self._min, self._max = _empty_range(_seen_dtype(spec), shape)
+
+    def add(self, rows: Array) -> None:
+        if (
+            type(rows) is not np.ndarray
+            or rows.dtype != self._dtype
+            or rows.shape[1:] != self._shape
+            or not rows.ndim
+        ):
+            rows = checked(self._path, self._spec, rows, np.shape(rows)[:1])
+        n = len(rows)
+        stop = self._n_waiting + n
+        if stop > self._capacity:
+            self._flush()
+            stop = n
+        if n > self._capacity // 2:
+            self._look_at(rows)
+            return
+        self._waiting[stop - n : stop] = rows
+        self._n_waiting = stop
+
+    def _flush(self) -> None:
+        n, self._n_waiting = self._n_waiting, 0
+        if n:
+            self._look_at(self._waiting[:n])
+
+    def _look_at(self, rows: Array) -> None:
+        if self.is_reduced:
+            rows = np.ascontiguousarray(rows).reshape(-1)
+        n_rows = max(1, _BLOCK_ELEMENTS // self._mean.size)
+        for start in range(0, len(rows), n_rows):
+            block = rows[start : start + n_rows]
+            numbers = widen_bfloat16(block) if self._spec.dtype == "bfloat16" else block
+            self._join(*_moments_of(numbers, self._origin, self._count, self._scratch))
+
+    @np.errstate(over="ignore", invalid="ignore")
+    def _join(
+        self, count: Array, n_nonfinite: Array, origin: Array, mean: Array, m2: Array, low: Array, high: Array
+    ) -> None:
+        """Count also values of which these are the moments: the update of Chan, Golub and LeVeque."""
+        total = self._count + count
+        share = count / np.maximum(total, 1)
+        self._origin = np.where(self._count > 0, self._origin, origin)
+        delta = (origin - self._origin) + (mean - self._mean)
+        self._mean = self._mean + delta * share
+        self._m2 = self._m2 + m2 + delta * delta * (self._count * share)
+        self._count = total
+        self._n_nonfinite = self._n_nonfinite + n_nonfinite
+        self._min, self._max = np.minimum(self._min, low), np.maximum(self._max, high)
+
+    def merge(self, state: Mapping[str, Array]) -> None:
+        self._flush()
+        self._join(*(state[name] for name in _STATE))
+
+    def state(self) -> dict[str, Array]:
+        self._flush()
+        return {name: np.array(getattr(self, f"_{name}")) for name in _STATE}
+
+    def load(self, state: Mapping[str, Array]) -> None:
+        self._n_waiting = 0
+        for name in _STATE:
+            setattr(self, f"_{name}", np.array(state[name]))
+
+    def checked_state(self, state: Mapping[str, Any]) -> dict[str, Array]:
+        arrays = {name: np.asarray(state[name]) for name in _STATE}
+        for name, array in arrays.items():
+            mine = getattr(self, f"_{name}")
+            if array.shape != mine.shape or array.dtype != mine.dtype:
+                raise ValueError(
+                    f"field '{self._path}', {name}: expected {mine.dtype} of shape {mine.shape}, got"
+                    f" {array.dtype} of shape {array.shape}"
+                )
+        return arrays
+
+    def result(self) -> dict[str, Any]:
+        state = self.state()
+        is_seen = state["count"] > 0
+        found: dict[str, Any] = {"count": state["count"], "n_nonfinite": state["n_nonfinite"]}
+        found["mean"] = np.where(is_seen, state["origin"] + state["mean"], np.nan)
+        found["std"] = np.sqrt(np.where(is_seen, state["m2"] / np.maximum(state["count"], 1), np.nan))
+        for name in ("min", "max"):
+            found[name] = state[name] if is_seen.all() else np.where(is_seen, state[name], np.nan)
+        return found | {"is_reduced": self.is_reduced}
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def _moments_of(rows: Array, origin: Array, count: Array, scratch: Array) -> tuple[Array, ...]:
+    """What `_STATE` names, of rows alone; the origin is chosen where nothing is counted yet."""
+    is_finite = None if rows.dtype.kind != "f" else np.isfinite(rows)
+    if is_finite is not None and not is_finite.all():
+        return _finite_moments_of(rows, is_finite, origin, count)
+    origin = np.where(count > 0, origin, rows[0])
+    apart = np.subtract(rows, origin, out=scratch[: rows.size].reshape(rows.shape))
+    mean = apart.mean(0)
+    apart -= mean
+    n = np.full(origin.shape, len(rows))
+    return n, np.zeros_like(n), origin, mean, _squares(apart), rows.min(0), rows.max(0)
+
+
+def _finite_moments_of(rows: Array, is_finite: Array, origin: Array, count: Array) -> tuple[Array, ...]:
+    n = is_finite.sum(0)
+    first = np.take_along_axis(rows, is_finite.argmax(0)[None], 0)[0]
+    origin = np.where((count > 0) | (n == 0), origin, first)
+    apart = np.where(is_finite, rows - origin, 0.0)
+    mean = apart.sum(0) / np.maximum(n, 1)
+    apart = np.where(is_finite, apart - mean, 0.0)
+    low, high = np.where(is_finite, rows, np.inf).min(0), np.where(is_finite, rows, -np.inf).max(0)
+    return n, len(rows) - n, origin, mean, _squares(apart), low, high
+
+
+def _squares(apart: Array) -> Array:
+    total: Array = np.einsum("i...,i...->...", apart, apart)
+    return total
+
+
+def _seen_dtype(spec: Field) -> np.dtype[Any]:
+    """The dtype of a field's minimum and maximum."""
+    return np.dtype({"bfloat16": "float32", "bool": "uint8"}.get(spec.dtype, spec.dtype))
+
+
+def _empty_range(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """A minimum and a maximum that give way to any other."""
+    if dtype.kind == "f":
+        return np.full(shape, np.inf, dtype), np.full(shape, -np.inf, dtype)
+    return np.full(shape, np.iinfo(dtype).max, dtype), np.full(shape, np.iinfo(dtype).min, dtype)
+
+
+def _chosen(schema: Schema, fields: Iterable[str] | None) -> list[str]:
+    if fields is None:
+        return list(schema)
+    names = list(fields)
+    found = {name: [path for path in schema if path == name or path.startswith(f"{name}/")] for name in names}
+    lost = [name for name, paths in found.items() if not paths]
+    if lost:
+        raise KeyError(f"no field {lost[0]!r}; there are {', '.join(schema)}")
+    return list(dict.fromkeys(path for paths in found.values() for path in paths))

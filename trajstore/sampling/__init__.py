@@ -1,0 +1,1 @@
+"""Which windows are drawn, and how they become batches."""

@@ -1,0 +1,335 @@
+"""Compiled loops for the CPU: what takes tens of small tensor operations elsewhere, in one pass.
+
+Each has a twin in tensor operations that gives the same values; a GPU uses that one. All release the GIL, none
+starts threads. Importing this module imports numba.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from trajstore.sampling.compiled.jit import compiled, random_bits
+from trajstore.schema import Array
+
+HAS_FINAL, TERMINATED, TRUNCATED, OPEN, BEGINS = 1, 2, 4, 8, 32  # as in the index
+
+_LINE = 64  # bytes that a processor fetches at once
+_AHEAD, _MAX_AHEAD = 4, 1024  # windows, and bytes of each, that are fetched before they are copied
+_BYTES, _NUMBERS = (ir.IntType(bits).as_pointer() for bits in (8, 64))
+
+
+@intrinsic
+def _copy_bytes(context: Any, out: Any, to: Any, data: Any, at: Any, n: Any) -> Any:
+    """Copy between flat uint8 arrays by memcpy: a compiled loop takes twice as long."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        out, to, data, at, n = arguments
+        target = context.make_array(signature.args[0])(context, builder, out)
+        origin = context.make_array(signature.args[2])(context, builder, data)
+        cgutils.raw_memcpy(builder, builder.gep(target.data, [to]), builder.gep(origin.data, [at]), n, 1)
+        return context.get_dummy_value()
+
+    return types.void(out, types.int64, data, types.int64, types.int64), generate
+
+
+@intrinsic
+def _number_at(context: Any, address: Any, i: Any) -> Any:
+    """Element ``i`` of the int64 array at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        address, i = arguments
+        return builder.load(builder.gep(builder.inttoptr(address, _NUMBERS), [i]))
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def _copy_memory(context: Any, to: Any, at: Any, n: Any) -> Any:
+    """Copy bytes from one address to another."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        to, at, n = arguments
+        cgutils.raw_memcpy(builder, builder.inttoptr(to, _BYTES), builder.inttoptr(at, _BYTES), n, 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def _prefetch(context: Any, address: Any) -> Any:
+    """Let the processor fetch the line of an address, which need not be one of anything."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), (_BYTES, number, number, number))
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (_BYTES,), kind)
+        builder.call(prefetch, [builder.inttoptr(arguments[0], _BYTES), number(0), number(3), number(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@compiled
+def _last_at(rising: Array, wanted: Any) -> int:
+    """The last of rising numbers that is at most ``wanted``, or -1: of first rows of spans, the span of a row."""
+    left, right = 0, len(rising)
+    while left < right:
+        middle = (left + right) >> 1
+        if rising[middle] <= wanted:
+            left = middle + 1
+        else:
+            right = middle
+    return left - 1
+
+
+@compiled
+def draw(
+    seed: np.uint64, counter: np.uint64, base: int, low: int, limit: int, sums: Array, entry: Array, offset: Array
+) -> None:
+    """Draw numbers uniform in [low, low + limit) and find them in running sums: the entry, and the offset in it.
+
+    The sums begin with ``base``.
+    """
+    for i in range(len(entry)):
+        z = random_bits(seed, counter + np.uint64(i))
+        number = np.int64(np.float64(z >> np.uint64(11)) * 2.0**-53 * np.float64(limit))
+        number = min(number, limit - 1) + low
+        left = _last_at(sums, number) + 1
+        entry[i] = left
+        offset[i] = number - (sums[left - 1] if left > 0 else base)
+
+
+@compiled
+def frame(
+    entry: Array,
+    start: Array,
+    steps: Array,
+    is_learning: Array,
+    logical: Array,
+    flags: Array,
+    t_base: Array,
+    stream: Array,
+    episode: Array,
+    span_logical: Array,
+    span_row: Array,
+    span_source: Array,
+    is_simple: bool,
+    masks: Array,
+    inside: Array,
+    handles: Array,
+    row: Array,
+    source: Array,
+) -> None:
+    """Each window's steps: positions moved to the nearest that exist, the six masks, handles, rows and sources."""
+    n_spans = len(span_logical)
+    for b in range(len(entry)):
+        e = entry[b]
+        flag = flags[e]
+        base = logical[e]
+        last = logical[e + 1] - base - (flag & HAS_FINAL) - 1
+        first = -t_base[e]
+        begin = np.int64(0) if flag & BEGINS != 0 else first
+        is_ended, is_terminated = flag & OPEN == 0, flag & TERMINATED != 0
+        is_truncated = flag & TRUNCATED != 0
+        handles[b, 0] = stream[e]
+        handles[b, 1] = episode[e]
+        handles[b, 2] = max(start[b], 0) - first
+        low, high, shift, origin = np.int64(0), np.int64(-1), np.int64(0), span_source[0]
+        if is_simple:
+            low, high, shift, origin = base, base + last + 1, span_row[e] - base, span_source[e]
+        for j in range(len(steps)):
+            position = start[b] + steps[j]
+            near = min(max(position, 0), last)
+            is_last = position == last
+            inside[b, j] = near
+            masks[0, b, j] = near == position
+            masks[1, b, j] = (near == position) & is_learning[j]
+            masks[2, b, j] = (near == position) & (position == begin)
+            masks[3, b, j] = is_last & is_ended
+            masks[4, b, j] = is_last & is_terminated
+            masks[5, b, j] = is_last & is_truncated
+            wanted = base + near
+            if wanted < low or wanted >= high:
+                span = _last_at(span_logical, wanted)
+                low, high = span_logical[span], np.int64(1) << 62
+                if span + 1 < n_spans:
+                    high = span_logical[span + 1]
+                shift, origin = span_row[span] - low, span_source[span]
+            row[b, j] = wanted + shift
+            source[b, j] = origin
+
+
+@compiled
+def after(
+    entry: Array,
+    inside: Array,
+    n_step: Array,
+    good: int,
+    logical: Array,
+    flags: Array,
+    taken: Array,
+    position: Array,
+    is_terminal: Array,
+) -> None:
+    """Where each step's transition leads, at most ``n_step`` on: steps taken, position, whether nothing follows.
+
+    Episodes with one of the flags ``good`` may be left by their last step.
+    """
+    for b in range(len(entry)):
+        e = entry[b]
+        flag = flags[e]
+        has_final = flag & HAS_FINAL
+        n = logical[e + 1] - logical[e] - has_final
+        stop = n - 1 + (1 if flag & good != 0 else 0)
+        for j in range(inside.shape[1]):
+            ahead = min(max(stop - inside[b, j], 0), n_step[b])
+            reached = inside[b, j] + ahead
+            taken[b, j] = ahead
+            position[b, j] = min(reached, n - 1 + has_final)
+            is_terminal[b, j] = (reached == n) & (flag & TERMINATED != 0)
+
+
+@compiled
+def rows(
+    entry: Array,
+    position: Array,
+    logical: Array,
+    span_logical: Array,
+    span_row: Array,
+    span_source: Array,
+    is_simple: bool,
+    row: Array,
+    source: Array,
+) -> None:
+    """Row and source of positions in episodes; neighbours mostly share a span, so the last one is tried first."""
+    n_spans = len(span_logical)
+    for b in range(len(entry)):
+        base = logical[entry[b]]
+        span = entry[b] if is_simple else _last_at(span_logical, base + position[b, 0])
+        low, high = span_logical[span], np.int64(1) << 62
+        if span + 1 < n_spans:
+            high = span_logical[span + 1]
+        for j in range(position.shape[1]):
+            wanted = base + position[b, j]
+            if wanted < low or wanted >= high:
+                span = _last_at(span_logical, wanted)
+                low, high = span_logical[span], np.int64(1) << 62
+                if span + 1 < n_spans:
+                    high = span_logical[span + 1]
+            row[b, j] = span_row[span] + (wanted - low)
+            source[b, j] = span_source[span]
+
+
+@compiled
+def distinct_pages(
+    source: Array, row: Array, row_base: Array, page_rows: int, seen: Array, tick: int, found: Array
+) -> int:
+    """The distinct pages of rows, in order of appearance; ``seen`` remembers by page the last tick it was met."""
+    n = 0
+    last_source = source.shape[1] - 1
+    for b in range(row.shape[0]):
+        low, high = np.int64(0), np.int64(0)  # the page that was met last
+        for j in range(row.shape[1]):
+            address = row[b, j] + row_base[source[b, min(j, last_source)]]
+            if address < low or address >= high:
+                page = address // page_rows
+                low = page * page_rows
+                high = low + page_rows
+                if seen[page] != tick:
+                    seen[page] = tick
+                    found[n] = page
+                    n += 1
+    return n
+
+
+@compiled
+def copy_columns(columns: Array, source: Array, row: Array) -> int:
+    """Copy the same rows of several columns, those that lie one after the other as one; returns -1.
+
+    Each of ``columns`` is the address of an arena, bytes of a row, the address of the page table, rows of a page,
+    the address of the first rows of sources, and the address of where the rows go. A page that is not resident
+    stops it, with the number of the column.
+    """
+    n_windows, n = row.shape
+    last_source = source.shape[1] - 1
+    for c in range(len(columns)):
+        arena, row_bytes, table, page_rows, row_base, out = columns[c]
+        n_ahead = min(n * row_bytes, _MAX_AHEAD)
+        for b in range(n_windows if n else 0):
+            # Rows lie far apart: the processor is told some windows ahead what it will need.
+            for w in range(0 if b == 0 else b + _AHEAD, min(b + _AHEAD + 1, n_windows)):
+                address = row[w, 0] + _number_at(row_base, np.int64(source[w, 0]))
+                page = address // page_rows
+                at = arena + (_number_at(table, page) * page_rows + address - page * page_rows) * row_bytes
+                for line in range(0, n_ahead, _LINE):
+                    _prefetch(at + line)
+            j = 0
+            while j < n:
+                origin = np.int64(source[b, min(j, last_source)])
+                first = row[b, j]
+                address = first + _number_at(row_base, origin)
+                page = address // page_rows
+                slot = _number_at(table, page)
+                if slot < 0:
+                    return c
+                stop = min(n, j + (page + 1) * page_rows - address)
+                k = j + 1
+                while k < stop and row[b, k] - first == k - j and source[b, min(k, last_source)] == origin:
+                    k += 1
+                at = arena + (slot * page_rows + address - page * page_rows) * row_bytes
+                _copy_memory(out + (b * n + j) * row_bytes, at, (k - j) * row_bytes)
+                j = k
+    return -1
+
+
+@compiled
+def addresses_of(
+    handles: Array,
+    stream: int,
+    entries: Array,
+    first_entry: int,
+    newest: int,
+    logical: Array,
+    flags: Array,
+    t_base: Array,
+    homes: Array,
+    first_home: int,
+    address: Array,
+) -> None:
+    """Addresses of the steps that handles of one stream name; -1 for evicted ones, -2 past the end, -3 unknown.
+
+    ``entries`` begins with episode ``first_entry``, ``homes`` with ``first_home``; what has an entry has a home.
+    """
+    for i in range(len(handles)):
+        if handles[i, 0] != stream:
+            continue
+        episode, t = handles[i, 1], handles[i, 2]
+        if episode < 0 or episode > newest or t < 0:
+            address[i] = -3
+            continue
+        at = episode - first_entry
+        e = entries[at] if 0 <= at < len(entries) else np.int64(-1)
+        if e < 0 or t < t_base[e]:
+            address[i] = -1
+        elif t - t_base[e] >= logical[e + 1] - logical[e] - (flags[e] & HAS_FINAL):
+            address[i] = -2
+        else:
+            address[i] = homes[episode - first_home] + t
+
+
+@compiled
+def scatter_rows(data: Array, row_bytes: int, row: Array, position: Array, out: Array) -> None:
+    """Copy rows of flat bytes to positions of others, those that go one after the other as one."""
+    n = len(row)
+    i = 0
+    while i < n:
+        k = i + 1
+        while k < n and row[k] - row[i] == k - i and position[k] - position[i] == k - i:
+            k += 1
+        _copy_bytes(out, position[i] * row_bytes, data, row[i] * row_bytes, (k - i) * row_bytes)
+        i = k

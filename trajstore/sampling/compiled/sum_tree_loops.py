@@ -1,0 +1,181 @@
+"""Loops of the sum tree, compiled for the CPU. Imported only where numba is wanted.
+
+All arrays are int64. ``sums`` is laid out as in sumtree, ``mins`` likewise but without the leaves (or empty, if the
+tree has no minima); ``offsets`` says where each level starts, leaves first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trajstore.sampling.compiled.jit import compiled, random_bits
+from trajstore.schema import Array
+
+BITS = 4  # of the fan-out, as in sumtree; a constant here, so that loops over a row are unrolled
+
+_FAN_OUT = 1 << BITS
+_LINE = 8  # numbers in a cache line
+_BLOCK = 256  # items that go down together: their rows fit in the first cache
+_CACHED = 1 << 12  # numbers at the top of the tree that stay cached anyhow
+_NOTHING = (1 << 63) - 1
+_LOW_31 = (1 << 31) - 1
+
+
+@compiled
+def _right_half(sums: Array, at: int, rest: int, half: int) -> tuple[int, int]:
+    """Step over ``half`` nodes if ``rest`` lies behind them; without a branch, which could not be predicted."""
+    mass = 0
+    for j in range(half):
+        mass += sums[np.uint64(at + j)]  # unsigned: a signed index costs a test for "from the end"
+    is_behind = rest >= mass
+    return at + half * is_behind, rest - mass * is_behind
+
+
+@compiled
+def _fetch(sums: Array, first: int, node: Array) -> int:
+    """Touch the rows of all nodes: here the loads do not wait for each other, as they would on the way down.
+
+    The result only keeps the compiler from leaving them out.
+    """
+    touched = 0
+    for i in range(len(node)):
+        for j in range(0, _FAN_OUT, _LINE):
+            touched ^= sums[np.uint64(first + (node[i] << BITS) + j)]
+    return touched
+
+
+@compiled
+def _descend(sums: Array, offsets: Array, node: Array, rest: Array) -> int:
+    """From the root to the leaves, all items level by level."""
+    touched = 0
+    node[:] = 0
+    for level in range(len(offsets) - 2, -1, -1):
+        first, stop = offsets[level], offsets[level - 1] if level else len(sums)
+        for i in range(len(node)):
+            # Only if a number is not below the total, a node may be padding, which has no children.
+            node[i] = min(node[i], (stop - first >> BITS) - 1)
+        if first > _CACHED:
+            touched ^= _fetch(sums, first, node)
+        for i in range(len(node)):
+            at, left = first + (node[i] << BITS), rest[i]
+            half = _FAN_OUT >> 1
+            while half:
+                at, left = _right_half(sums, at, left, half)
+                half >>= 1
+            node[i], rest[i] = at - first, left
+    return touched
+
+
+@compiled
+def find(sums: Array, offsets: Array, n_leaves: int, leaf: Array, rest: Array) -> int:
+    """Find the leaves of the numbers in ``rest``, which become the leaves' masses."""
+    touched = 0
+    for start in range(0, len(leaf), _BLOCK):
+        touched ^= _descend(sums, offsets, leaf[start : start + _BLOCK], rest[start : start + _BLOCK])
+    for i in range(len(leaf)):
+        leaf[i] = min(leaf[i], n_leaves - 1)
+        rest[i] = sums[offsets[0] + leaf[i]]
+    return touched
+
+
+@compiled
+def _scaled(bits: np.uint64, limit: Any) -> Any:
+    """The upper 62 bits as a fraction of the limit, rounded down; step by step as in sumtree."""
+    fraction = np.int64(bits >> np.uint64(2))
+    high, low = fraction >> 31, fraction & _LOW_31
+    limit_high, limit_low = limit >> 31, limit & _LOW_31
+    middle = ((low * limit_low) >> 31) + high * limit_low + low * limit_high
+    return high * limit_high + (middle >> 31)
+
+
+@compiled
+def draw(
+    sums: Array,
+    offsets: Array,
+    n_leaves: int,
+    seed: np.uint64,
+    counter: np.uint64,
+    stratified: bool,
+    leaf: Array,
+    mass: Array,
+) -> int:
+    """Fill ``leaf`` and ``mass`` with draws, made of the random numbers from ``counter`` on."""
+    n, low, width = len(leaf), 0, sums[0]
+    share, spare = sums[0] // max(n, 1), sums[0] % max(n, 1)
+    for i in range(n):
+        if stratified:
+            low = share * i + spare * i // n
+            width = share * (i + 1) + spare * (i + 1) // n - low
+        mass[i] = low + _scaled(random_bits(seed, counter + np.uint64(i)), width)
+    return find(sums, offsets, n_leaves, leaf, mass)
+
+
+@compiled
+def _least(sums: Array, mins: Array, first: int, level: int) -> int:
+    """The smallest positive mass below the node whose row starts at ``first`` of ``level``."""
+    least = _NOTHING
+    for j in range(first, first + _FAN_OUT):
+        mass = sums[j] if level == 0 else mins[j]
+        if 0 < mass < least:
+            least = mass
+    return least
+
+
+@compiled
+def _update_minima(sums: Array, mins: Array, offsets: Array, leaf: int) -> None:
+    node = leaf
+    for level in range(1, len(offsets)):
+        node >>= BITS
+        least = _least(sums, mins, offsets[level - 1] + (node << BITS), level - 1)
+        if mins[offsets[level] + node] == least:
+            return
+        mins[offsets[level] + node] = least
+
+
+@compiled
+def put(sums: Array, mins: Array, offsets: Array, n_leaves: int, index: Array, mass: Array) -> int:
+    """Set masses one after the other. Returns -1, or the first position that is wrong: then nothing changes."""
+    for i in range(len(index)):
+        if not 0 <= index[i] < n_leaves or mass[i] < 0:
+            return i
+    for i in range(len(index)):
+        node = index[i]
+        old = sums[offsets[0] + node]
+        sums[1] += np.int64(mass[i] > 0) - np.int64(old > 0)
+        for level in range(len(offsets)):
+            sums[np.uint64(offsets[level] + node)] += mass[i] - old
+            node >>= BITS
+        if len(mins):
+            _update_minima(sums, mins, offsets, index[i])
+    return -1
+
+
+@compiled
+def put_range(sums: Array, mins: Array, offsets: Array, start: int, mass: Array) -> int:
+    """Set the masses from ``start`` on. Returns -1, or the first position that is wrong: then nothing changes."""
+    for i in range(len(mass)):
+        if mass[i] < 0:
+            return i
+    for i in range(len(mass)):
+        at = offsets[0] + start + i
+        sums[1] += np.int64(mass[i] > 0) - np.int64(sums[at] > 0)
+        sums[at] = mass[i]
+    sum_up(sums, mins, offsets, start, start + len(mass))
+    return -1
+
+
+@compiled
+def sum_up(sums: Array, mins: Array, offsets: Array, start: int, stop: int) -> None:
+    """Make all nodes above the leaves ``[start, stop)`` right again."""
+    for level in range(1, len(offsets)):
+        start, stop = start >> BITS, ((stop - 1) >> BITS) + 1
+        for node in range(start, stop):
+            first = offsets[level - 1] + (node << BITS)
+            mass = 0
+            for j in range(_FAN_OUT):
+                mass += sums[np.uint64(first + j)]
+            sums[offsets[level] + node] = mass
+            if len(mins):
+                mins[offsets[level] + node] = _least(sums, mins, first, level - 1)

@@ -1,0 +1,500 @@
+"""An unchanging view of some commits: which streams, which episodes, and their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
+from trajstore.format.commit_record import CommitRecord, View, first_rows, is_stream_id
+from trajstore.format.episode_table import EpisodeKey, EpisodeTable
+from trajstore.format.spans import Spans, StreamSpans
+from trajstore.schema import Array, Schema, nest, widen_bfloat16
+from trajstore.storage import Storage
+from trajstore.writing.stream_appender import MissingChunkError, StreamReader, join_spans, span_columns
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a view shows of one stream: rows ``[first, stop)``, of its first ``spans`` spans.
+
+    Attributes:
+        first: First row.
+        stop: Row after the last.
+        spans: How many of the stream's spans.
+        text_bytes: How much of their text.
+        record: The stream's record, cut to this; None where the stream goes on and its own is to be read.
+        discarded: Episodes that are not shown, by number.
+    """
+
+    first: int
+    stop: int
+    spans: int
+    text_bytes: int
+    record: CommitRecord | None = None
+    discarded: tuple[int, ...] = ()
+
+    def of(self, record: CommitRecord) -> CommitRecord:
+        """The record of a stream that ends here: its arrays only grow, so a prefix of them is what they were.
+
+        Raises:
+            CorruptionError: The stream has less than this.
+        """
+        mine, its = (self.stop, self.spans, self.text_bytes), (record.rows, record.spans, record.text_bytes)
+        if any(n > there for n, there in zip(mine, its, strict=True)):
+            raise CorruptionError(f"stream '{record.id}' has (rows, spans, text) {its}, {mine} are wanted")
+        discarded = {_shown_as(record): self.discarded} if self.discarded else {}
+        return replace(
+            record,
+            rows=self.stop,
+            spans=self.spans,
+            text_bytes=self.text_bytes,
+            first_row=self.first,
+            is_sealed=True,
+            view=View(discarded=discarded),
+            columns={},
+            layouts={path: a for path, a in record.layouts.items() if not path.startswith("columns/")},
+        )
+
+
+class Cuts(Protocol):
+    """What `Snapshot.at` needs of a checkpoint."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def streams(self) -> Mapping[str, Cut]: ...
+
+
+class _Stream:
+    """One stream of a snapshot: its reader, and its spans, read once and extended by later snapshots."""
+
+    def __init__(self, reader: StreamReader, known: Spans | None = None) -> None:
+        self.reader = reader
+        self._known = known  # spans an earlier snapshot has read; a prefix of ours
+
+    @property
+    def record(self) -> CommitRecord:
+        return self.reader.record
+
+    @cached_property
+    def spans(self) -> Spans:
+        if self._known is None:
+            return self.reader.read_spans()
+        return join_spans([self._known, self.reader.read_spans(len(self._known))])
+
+    def advanced(self, record: CommitRecord) -> _Stream:
+        known = self.__dict__.get("spans", self._known)
+        return _Stream(self.reader.advanced(record), known)
+
+
+class Snapshot:
+    """What the store held at one moment; immutable, thread-safe, cheap to make.
+
+    It names one commit of each stream. Span tables are read when first asked for, rows when read.
+    """
+
+    def __init__(self, storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream]) -> None:
+        self._storage = storage
+        self._schema = schema
+        self._streams = dict(streams)
+        self._pins: dict[str, str] = {}  # by stream: the checkpoint that keeps its rows from being evicted
+
+    @staticmethod
+    def at(storage: Storage, schema: Schema | None, checkpoint: Cuts) -> Snapshot:
+        """What a checkpoint shows: each of its streams as far as it lists it, with open episodes as cut.
+
+        Reads the records of those streams that went on, in one wave.
+
+        Raises:
+            CorruptionError: A stream is missing, or has less than the checkpoint lists.
+        """
+        where = f"{storage.display}: checkpoint '{checkpoint.id}'"
+        cuts = checkpoint.streams
+        records = {name: cut.record for name, cut in cuts.items() if cut.record is not None}
+        records |= _read_records(storage, [name for name in cuts if name not in records])
+        if missing := [name for name in cuts if name not in records]:
+            raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
+        try:
+            ended = {name: cut.of(records[name]) for name, cut in cuts.items()}
+        except CorruptionError as error:
+            raise CorruptionError(f"{where}: {error}") from error
+        streams = {name: _Stream(StreamReader(storage, record)) for name, record in ended.items()}
+        snapshot = Snapshot._of(storage, schema, streams, streams.values())
+        snapshot._pins = dict.fromkeys(streams, checkpoint.id)
+        return snapshot
+
+    @staticmethod
+    def _of(
+        storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream], new: Iterable[_Stream]
+    ) -> Snapshot:
+        _check_schemas(storage, schema, new)
+        if schema is None and streams:
+            schema = next(iter(streams.values())).record.schema
+        return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))
+
+    @staticmethod
+    def load(storage: Storage, schema: Schema | None, before: Snapshot | None = None) -> Snapshot:
+        """The newest commit of every stream: one listing, and one wave of reads for what may have changed."""
+        old = before._streams if before else {}
+        names = [name for name in storage.list_names("streams") if is_stream_id(name)]
+        dead = {stream for s in old.values() for stream in s.record.view.dead}
+        asked = [n for n in names if n not in old or not (old[n].record.is_sealed or n in dead)]
+        records = _read_records(storage, asked)
+        streams: dict[str, _Stream] = {}
+        for name in names:
+            record = records.get(name)
+            if record is None:
+                if name in old and name not in asked:
+                    streams[name] = old[name]
+            elif name not in old:
+                streams[name] = _Stream(StreamReader(storage, record))
+            else:  # a backend may answer with an older record; a reader never goes back in time
+                is_newer = record.commit >= old[name].record.commit
+                streams[name] = old[name].advanced(record) if is_newer else old[name]
+        return Snapshot._of(storage, schema, streams, [s for name, s in streams.items() if name not in old])
+
+    def advanced(self, record: CommitRecord) -> Snapshot:
+        """The same with one stream as a record says, unless it is newer here already; reads nothing."""
+        old = self._streams.get(record.id)
+        if old is not None and old.record.commit >= record.commit:
+            return self
+        stream = old.advanced(record) if old is not None else _Stream(StreamReader(self._storage, record))
+        streams = {**self._streams, record.id: stream}
+        snapshot = Snapshot(self._storage, self._schema or record.schema, streams)
+        snapshot._pins = self._pins
+        return snapshot
+
+    def joined(self, other: Snapshot, world: str) -> Snapshot:
+        """This view and, of another, the streams of one world."""
+        more = {name: s for name, s in other._streams.items() if s.record.world == world}
+        snapshot = Snapshot(self._storage, self._schema or other.schema, {**self._streams, **more})
+        snapshot._pins = self._pins
+        return snapshot
+
+    def ended(self, names: Collection[str]) -> Snapshot:
+        """The same view, with some streams as of writers that are dead: what they left open is cut."""
+        streams = dict(self._streams)
+        for name in names:
+            if name in streams and not streams[name].record.is_sealed:
+                streams[name] = streams[name].advanced(replace(streams[name].record, is_sealed=True))
+        snapshot = Snapshot(self._storage, self._schema, streams)
+        snapshot._pins = self._pins
+        return snapshot
+
+    def only(self, chosen: Callable[[CommitRecord], bool]) -> Snapshot:
+        """The same view of some of the streams."""
+        streams = {name: stream for name, stream in self._streams.items() if chosen(stream.record)}
+        snapshot = Snapshot(self._storage, self._schema, streams)
+        snapshot._pins = self._pins
+        return snapshot
+
+    def cuts(self) -> dict[str, Cut]:
+        """What this view shows of every stream, for a checkpoint; streams of which no row is left are left out."""
+        records = self.streams
+        marks, discarded = first_rows(records), _discarded(records)
+        cuts: dict[str, Cut] = {}
+        for r in records:
+            episodes = tuple(sorted(discarded.get(_shown_as(r), ())))
+            cut = Cut(min(marks[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
+            if cut.first < cut.stop:
+                cuts[r.id] = replace(cut, record=cut.of(r)) if r.is_sealed else cut
+        return cuts
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process gets the same commits and reads their span tables itself.
+        records = {name: stream.record.to_bytes() for name, stream in self._streams.items()}
+        return {
+            "storage": self._storage,
+            "records": records,
+            "schema": self._schema and self._schema.to_json(),
+            "pins": self._pins,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        storage: Storage = state["storage"]
+        self._storage = storage
+        self._schema = Schema.from_json(state["schema"]) if state["schema"] else None
+        self._pins = state["pins"]
+        self._streams = {
+            name: _Stream(StreamReader(storage, CommitRecord.from_bytes(data, name, storage.display)))
+            for name, data in state["records"].items()
+        }
+
+    @property
+    def schema(self) -> Schema | None:
+        """The fields; None while nothing is declared or committed."""
+        return self._schema
+
+    @property
+    def streams(self) -> tuple[CommitRecord, ...]:
+        """The commit record of every stream, oldest stream first."""
+        return tuple(stream.record for stream in self._streams.values())
+
+    @property
+    def n_rows(self) -> int:
+        """Committed rows, final rows and evicted ones included."""
+        return sum(stream.record.rows for stream in self._streams.values())
+
+    @cached_property
+    def episodes(self) -> EpisodeTable:
+        """The episode table of this snapshot."""
+        names = self.names
+        readers = [stream.reader for stream in self._streams.values()]
+        return EpisodeTable(names, self.parts(), self._schema, lambda s, a, b: readers[s].read_text(a, b))
+
+    @property
+    def storage(self) -> Storage:
+        return self._storage
+
+    @property
+    def names(self) -> list[str]:
+        """Ids of the streams that handles name; the first are those that `readers` reads."""
+        return list(self._positions())
+
+    @property
+    def readers(self) -> list[StreamReader]:
+        return [stream.reader for stream in self._streams.values()]
+
+    def _positions(self) -> dict[str, int]:
+        """The streams that handles name, in order: those that are here, then those that are only replaced."""
+        replaced = (s.record.replaces.stream for s in self._streams.values() if s.record.replaces)
+        return {name: i for i, name in enumerate(dict.fromkeys((*self._streams, *replaced)))}
+
+    def parts(self) -> list[StreamSpans]:
+        """The spans of every stream, as this view shows them; stream numbers are positions in `names`."""
+        position = self._positions()
+        records = [stream.record for stream in self._streams.values()]
+        marks, discarded = first_rows(records), _discarded(records)
+        dead = {s for r in records for s in r.view.dead}
+        hidden: dict[str, tuple[tuple[int, int], ...]] = {}
+        for r in records:
+            if r.replaces:
+                ranges = hidden.get(r.replaces.stream, ())
+                hidden[r.replaces.stream] = (*ranges, (r.replaces.start, r.replaces.stop))
+        parts = []
+        for name, stream in self._streams.items():
+            record = stream.record
+            logical = _shown_as(record)
+            part = StreamSpans(
+                stream=position[logical],
+                source=position[name],
+                spans=self._checked(stream.reader, 0, lambda stream=stream: stream.spans),  # type: ignore[misc]
+                columns=span_columns(record.schema),
+                first_row=marks.get(name, 0),
+                is_finished=record.is_sealed or name in dead,
+                hidden=hidden.get(name, ()),
+                discarded=frozenset(discarded.get(logical, ())),
+            )
+            parts.append(part)
+        return parts
+
+    def read_episode(
+        self,
+        episode: int | EpisodeKey | tuple[str, int],
+        *,
+        fields: Iterable[str] | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> dict[str, Any]:
+        """Rows of one episode as numpy arrays, nested as they were written.
+
+        Fields with a final value get one row more than the others when the episode has it and ``stop`` reaches the
+        end. bfloat16 comes as float32, which holds it exactly.
+
+        Args:
+            episode: Its row in `episodes`, or its key.
+            fields: Paths or names of groups to read; all by default.
+            start: First step, counted from the first that is still stored.
+            stop: Step after the last; to the end by default.
+        """
+        table = self.episodes
+        i = episode if isinstance(episode, (int, np.integer)) else table.find(EpisodeKey(*episode))
+        n_rows, has_final = table.n_rows(int(i)), table.has_final(int(i))
+        n_steps = n_rows - has_final
+        end = n_steps if stop is None else stop
+        if not 0 <= start <= end <= n_steps:
+            raise IndexError(f"episode {episode}: steps {start} to {end}, but it has {n_steps}")
+        spans = table.spans(int(i))
+        schema = self._schema
+        assert schema is not None  # there is an episode, so there is a schema
+        arrays: dict[str, Array] = {}
+        for path in selected_paths(schema, fields):
+            last = end + 1 if has_final and end == n_steps and schema[path].final else end
+            rows = self._read(f"steps/{path}", spans, start, last)
+            arrays[path] = widen_bfloat16(rows) if schema[path].dtype == "bfloat16" else rows
+        return nest(arrays)
+
+    def column(self, name: str, targets: Iterable[str] | None = None) -> dict[str, tuple[int, Array]]:
+        """Values of a derived column, by stream: the row of the first, and the values; rows never set are 0.
+
+        Where several writers have put it, the newest counts. Rows that this snapshot does not have are left out.
+
+        Args:
+            name: Of the column.
+            targets: Ids of the streams to read it for; all by default.
+
+        Raises:
+            SnapshotExpiredError: It was written anew since; refresh the store.
+        """
+        wanted = set(self._streams if targets is None else targets) & self._streams.keys()
+        newest = {
+            target: stream.reader
+            for stream in self._streams.values()  # oldest first
+            for target, named in stream.record.columns.items()
+            if name in named and target in wanted
+        }
+        return {target: self._read_column(reader, target, name) for target, reader in newest.items()}
+
+    def _read_column(self, reader: StreamReader, target: str, name: str) -> tuple[int, Array]:
+        state, n_rows = reader.record.columns[target][name], self._streams[target].record.rows
+        lengths = state.lengths(target, name)
+        self._check_rows(name, target, state.stop, n_rows)
+        try:
+            values, rows, changes = (reader.read_rows(path, 0, lengths[path]) for path in state.paths(target, name))
+        finally:
+            # Generations take turns in two places. Once the next is published, this one may be overwritten.
+            fresh = _read_records(self._storage, [reader.record.id]).get(reader.record.id)
+            now = fresh.columns.get(target, {}).get(name) if fresh is not None else None
+            if now is not None and now.generation > state.generation:
+                raise SnapshotExpiredError(
+                    f"column '{name}' of stream '{target}' was written anew; refresh the store"
+                )
+        self._check_rows(name, target, int(rows.max()) + 1 if len(rows) else 0, n_rows)
+        if len(rows) and rows.min() < state.first:
+            raise CorruptionError(f"column '{name}' of stream '{target}' has changes before its first row")
+        return state.first, _changed(values, state.first, rows, changes, n_rows)
+
+    def _check_rows(self, name: str, target: str, stop: int, n_rows: int) -> None:
+        """Refuse rows that a stream does not have, by its newest record: a column may be newer than a snapshot."""
+        if stop > n_rows:
+            known = _read_records(self._storage, [target]).get(target)
+            if known is None or stop > known.rows:
+                raise CorruptionError(
+                    f"column '{name}' of stream '{target}' has rows up to {stop}, the stream has not"
+                )
+
+    def _read(self, path: str, spans: Sequence[Any], start: int, stop: int) -> Array:
+        streams = list(self._streams.values())
+        parts, offset = [], 0
+        for span in spans:
+            n = span.row_stop - span.row_start
+            low, high = max(start - offset, 0), min(stop - offset, n)
+            if low < high:
+                reader = streams[span.source].reader
+                parts.append(self._rows(reader, path, span.row_start + low, span.row_start + high))
+            offset += n
+        if len(parts) == 1:
+            return parts[0]
+        layout = streams[0].record.layouts[path]
+        return np.concatenate(parts) if parts else np.empty((0, *layout.row_shape), layout.dtype)
+
+    def _rows(self, reader: StreamReader, path: str, start: int, stop: int) -> Array:
+        return self._checked(reader, start, lambda: reader.read_rows(path, start, stop))
+
+    def _checked(self, reader: StreamReader, row: int, read: Callable[[], T]) -> T:
+        """Read; if a chunk is missing, find out from the newest records whether it was evicted or is lost."""
+        try:
+            return read()
+        except MissingChunkError as missing:
+            raise self.reason(missing, row) from missing
+
+    def reason(self, missing: MissingChunkError, row: int) -> SnapshotExpiredError | CorruptionError:
+        """Why a chunk with this row is missing, by the newest records."""
+        if self._is_pinned(missing.stream):
+            return CorruptionError(str(missing))
+        fresh = Snapshot.load(self._storage, self._schema)
+        first = first_rows(fresh.streams).get(missing.stream, 0)
+        if missing.stream not in fresh._streams or first > row:
+            return SnapshotExpiredError(
+                f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"
+            )
+        return CorruptionError(str(missing))
+
+    def _is_pinned(self, stream: str) -> bool:
+        """Whether the checkpoint that this is a view of is still there, and so all that it lists of the stream."""
+        if stream not in self._pins:
+            return False
+        try:
+            self._storage.size(f"checkpoints/{self._pins[stream]}/zarr.json")
+        except FileNotFoundError:
+            return False
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of {self._storage.display}: {len(self._streams)} streams, {self.n_rows} rows>"
+
+
+def _read_records(storage: Storage, names: Sequence[str]) -> dict[str, CommitRecord]:
+    def read(name: str) -> CommitRecord | None:
+        try:
+            return CommitRecord.from_bytes(storage.get(f"streams/{name}/zarr.json"), name, storage.display)
+        except FileNotFoundError:
+            return None  # being removed, or a directory that is no stream
+
+    found = storage.map(read, list(names))
+    return {name: record for name, record in zip(names, found, strict=True) if record is not None}
+
+
+def _check_schemas(storage: Storage, schema: Schema | None, streams: Iterable[_Stream]) -> None:
+    for stream in streams:
+        schema = schema or stream.record.schema
+        if differences := schema.differences(stream.record.schema):
+            raise SchemaError(
+                f"{storage.display}: stream '{stream.record.id}' has another schema: {'; '.join(differences)}"
+            )
+
+
+def _changed(values: Array, first: int, rows: Array, changes: Array, n_rows: int) -> Array:
+    """Values from row ``first`` on, with changes of single rows, as far as there are rows."""
+    kept = rows < n_rows
+    rows, changes = rows[kept], changes[kept]
+    values = values[: max(0, n_rows - first)]
+    if not len(rows):
+        return values
+    grown = np.zeros((max(int(rows.max()) + 1 - first, len(values)), *values.shape[1:]), values.dtype)
+    grown[: len(values)] = values
+    # In order: of several changes to a row the last one counts, which numpy's assignment does not promise.
+    last = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
+    grown[rows[last] - first] = changes[last]
+    return grown
+
+
+def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:
+    return item[1].record.created_at, item[0]
+
+
+def _shown_as(record: CommitRecord) -> str:
+    """The stream that handles of its episodes name: another one, where it holds that one's rows in its place."""
+    return record.replaces.stream if record.replaces else record.id
+
+
+def _discarded(records: Iterable[CommitRecord]) -> dict[str, set[int]]:
+    """By stream, the episodes that some session does not want shown."""
+    discarded: dict[str, set[int]] = {}
+    for record in records:
+        for target, episodes in record.view.discarded.items():
+            discarded.setdefault(target, set()).update(episodes)
+    return discarded
+
+
+def selected_paths(schema: Schema, fields: Iterable[str] | None) -> list[str]:
+    """Paths of the fields that these names, of fields or groups, stand for; all of them for None."""
+    if fields is None:
+        return list(schema)
+    if isinstance(fields, str):
+        raise TypeError(f"fields: expected a list of names, got the string {fields!r}")
+    chosen: list[str] = []
+    for name in fields:
+        found = [path for path in schema if path == name or path.startswith(f"{name}/")]
+        if not found:
+            raise KeyError(f"no field {name!r}; there are {', '.join(schema)}")
+        chosen += [path for path in found if path not in chosen]
+    return chosen

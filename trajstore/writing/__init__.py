@@ -1,0 +1,1 @@
+"""From append to commit: validation, open episodes, staging, the commit thread, one stream."""

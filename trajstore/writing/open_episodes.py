@@ -1,0 +1,158 @@
+"""Which episode is open in which environment, and the arithmetic of blocks of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trajstore.errors import DataError, EpisodeNotFoundError
+from trajstore.format.spans import MAX_ENV, End
+from trajstore.schema import Array, as_array
+
+Flags = Any  # bool for one environment, boolean array or tensor for several
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Where the steps of a ``[T, B]`` block belong."""
+
+    episode: Array
+    t: Array
+
+
+class Lanes:
+    """The open episode of every environment; environments are numbers from 0.
+
+    Attributes:
+        episode: By env, the open episode or -1.
+        t: By env, rows appended to it.
+        placed: By env, how many of them have their place on disk.
+        n_episodes: Episodes started so far; the next one gets this number.
+    """
+
+    def __init__(self) -> None:
+        self.episode = np.full(0, -1, np.int64)
+        self.t = np.zeros(0, np.int64)
+        self.placed = np.zeros(0, np.int64)
+        self.n_episodes = 0
+        self._last_range: tuple[range, Array] = (range(0), np.empty(0, np.int64))
+
+    def check_env(self, env: object) -> int:
+        if not isinstance(env, (int, np.integer)) or isinstance(env, bool) or not 0 <= env < MAX_ENV:
+            raise DataError(f"env: expected a number from 0 to {MAX_ENV - 1}, got {env!r}")
+        self._cover(int(env))
+        return int(env)
+
+    def check_envs(self, envs: Iterable[int]) -> Array:
+        """Distinct environments as an int64 array."""
+        if isinstance(envs, range) and envs == self._last_range[0]:
+            return self._last_range[1]
+        array, name = as_array("envs", envs if hasattr(envs, "dtype") else list(envs))
+        if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
+            raise DataError(f"envs: expected a non-empty sequence of integers, got {name} of shape {array.shape}")
+        if array.min() < 0 or array.max() >= MAX_ENV:
+            raise DataError(f"envs: expected numbers from 0 to {MAX_ENV - 1}, got {array.min()} to {array.max()}")
+        array = array.astype(np.int64)
+        distinct, counts = np.unique(array, return_counts=True)
+        if len(distinct) != len(array):
+            raise DataError(f"envs: expected each environment once, got {distinct[counts > 1][0]} twice or more")
+        self._cover(int(array.max()))
+        if isinstance(envs, range):
+            self._last_range = (envs, array)
+        return array
+
+    def _cover(self, env: int) -> None:
+        missing = env + 1 - len(self.episode)
+        if missing > 0:
+            missing = max(missing, len(self.episode))
+            self.episode = np.append(self.episode, np.full(missing, -1))
+            self.t = np.append(self.t, np.zeros(missing, np.int64))
+            self.placed = np.append(self.placed, np.zeros(missing, np.int64))
+
+    def open_episode(self, env: object) -> int:
+        """The open episode of an environment.
+
+        Raises:
+            EpisodeNotFoundError: It has none.
+        """
+        number = int(env) if isinstance(env, (int, np.integer)) and not isinstance(env, bool) else -1
+        if 0 <= number < len(self.episode) and self.episode[number] >= 0:
+            return int(self.episode[number])
+        raise EpisodeNotFoundError(f"env {env!r} has no open episode")
+
+    def open_envs(self) -> list[int]:
+        return [int(env) for env in np.flatnonzero(self.episode >= 0)]
+
+    def start_one(self, env: int) -> int:
+        """Start an episode in an environment that has none open; returns its number."""
+        self.episode[env], self.t[env], self.placed[env] = self.n_episodes, 0, 0
+        self.n_episodes += 1
+        return self.n_episodes - 1
+
+    def start(self, env: Array) -> Array:
+        """Start an episode in each of these environments, which have none open; returns the numbers."""
+        ids = np.arange(self.n_episodes, self.n_episodes + len(env))
+        self.n_episodes += len(ids)
+        self.episode[env] = ids
+        self.t[env] = 0
+        self.placed[env] = 0
+        return ids
+
+    def step(self, env: Array) -> Block:
+        """Advance each of these environments by one step, starting episodes where none is open."""
+        idle = self.episode[env] < 0
+        if idle.any():
+            self.start(env[idle])
+        block = Block(self.episode[env], self.t[env])
+        self.t[env] += 1
+        return block
+
+    def block(self, env: Array, ends: Array) -> Block:
+        """Advance by a ``[T, B]`` block; ``ends`` is nonzero where an episode ends with that step.
+
+        Every step that follows an end starts an episode; numbers are given in order of time.
+        """
+        starts = np.empty(ends.shape, bool)
+        starts[0] = self.episode[env] < 0
+        starts[1:] = ends[:-1] > 0
+        ids = (self.n_episodes - 1 + np.cumsum(starts)).reshape(ends.shape)
+        time = np.arange(len(ends))[:, None]
+        since = np.maximum.accumulate(np.where(starts, time, -1), axis=0)  # when the current episode started
+        lane = np.arange(len(env))
+        is_new = since >= 0
+        episode = np.where(is_new, ids[since, lane], self.episode[env])
+        t = np.where(is_new, time - since, self.t[env] + time)
+        self.n_episodes += int(starts.sum())
+        self.placed[env] = np.where(is_new[-1], 0, self.placed[env])
+        self.episode[env] = np.where(ends[-1] > 0, -1, episode[-1])
+        self.t[env] = t[-1] + 1
+        return Block(episode, t)
+
+
+def check_ends(terminated: Flags, truncated: Flags, shape: tuple[int, ...]) -> Array:
+    """End codes of many steps: 0 where the episode goes on. Where both flags are set, terminated counts."""
+    ends = np.zeros(shape, np.int64)
+    for name, flags, code in (
+        ("truncated", truncated, End.TRUNCATED),
+        ("terminated", terminated, End.TERMINATED),
+    ):
+        if flags is None:
+            continue
+        array, dtype = as_array(name, flags)
+        if dtype != "bool" or array.shape != shape:
+            raise DataError(f"{name}: expected bool of shape {shape}, got {dtype} of shape {array.shape}")
+        ends[array] = code
+    return ends
+
+
+def end_of(terminated: Flags, truncated: Flags, neither: End) -> End:
+    """How one episode ended, from two flags; terminated counts where both are set."""
+    for name, flag in (("terminated", terminated), ("truncated", truncated)):
+        if flag is not None and not isinstance(flag, (bool, np.bool_)):
+            raise DataError(f"{name}: expected a bool, got {type(flag).__name__}")
+    if terminated:
+        return End.TERMINATED
+    return End.TRUNCATED if truncated else neither

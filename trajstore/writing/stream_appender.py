@@ -1,0 +1,534 @@
+"""Rows to chunk objects of one stream and back, and the order in which they are published."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trajstore.errors import ConflictError, CorruptionError, FormatError
+from trajstore.format.array_layout import ArrayLayout
+from trajstore.format.commit_record import Columns, ColumnState, CommitRecord, View, dump_json
+from trajstore.format.spans import Spans, check_spans, float_columns, int_columns
+from trajstore.schema import Array, Schema
+from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage
+
+_WAVE_CHUNKS = 64
+
+
+class ChunkError(CorruptionError):
+    """A chunk is damaged: the rows ``[start, stop)`` of a stream."""
+
+    def __init__(self, message: str, stream: str, start: int, stop: int) -> None:
+        super().__init__(message)
+        self.stream, self.start, self.stop = stream, start, stop
+
+
+class MissingChunkError(ChunkError):
+    """A committed chunk is not there: evicted since, or lost."""
+
+
+class StreamReader:
+    """Reads committed rows of one stream, as of one commit record; immutable and thread-safe."""
+
+    def __init__(self, storage: Storage, record: CommitRecord) -> None:
+        self.record = record
+        self._storage = storage
+        self._shard_indexes: dict[tuple[str, int], Array] = {}  # shards never change, so these stay true
+
+    def advanced(self, record: CommitRecord) -> StreamReader:
+        """A reader of a newer record of the same stream."""
+        reader = StreamReader(self._storage, record)
+        reader._shard_indexes = self._shard_indexes
+        return reader
+
+    def read_rows(self, path: str, start: int, stop: int) -> Array:
+        """Committed rows ``[start, stop)`` of an array, freshly allocated.
+
+        Raises:
+            CorruptionError: A chunk is damaged or missing.
+        """
+        layout, n = self.record.layouts[path], self.record.length(path)
+        if not 0 <= start <= stop <= n:
+            raise IndexError(f"{self._name(path)}: rows {start} to {stop} of {n}")
+        if start == stop:
+            return np.empty((0, *layout.row_shape), layout.dtype)
+        first, last = start // layout.chunk_rows, (stop - 1) // layout.chunk_rows
+        # The length comes from metadata: see that the data is there before allocating for it.
+        tail = self._load(path, layout, last)
+        out = np.empty((stop - start, *layout.row_shape), layout.dtype)
+
+        def place(index: int) -> None:
+            self._place(path, layout, index, out, start)
+
+        _copy_chunk(layout, last, tail, out, start)
+        for wave in range(first, last, _WAVE_CHUNKS):
+            self._storage.map(place, range(wave, min(last, wave + _WAVE_CHUNKS)))
+        return out
+
+    def _place(self, path: str, layout: ArrayLayout, index: int, out: Array, start: int) -> None:
+        low = index * layout.chunk_rows - start
+        if low >= 0 and low + layout.chunk_rows <= len(out):
+            self._decode(path, layout, index, out[low : low + layout.chunk_rows])
+        else:
+            _copy_chunk(layout, index, self._load(path, layout, index), out, start)
+
+    def chunk(self, path: str, index: int, buffer: bytearray) -> memoryview:
+        """One chunk as it is stored, still encoded; valid until ``buffer`` is used again."""
+        layout = self.record.layouts[path]
+        with self._named(path, layout, index):
+            if layout.shard_rows is None:
+                return self._storage.get_into(f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}", buffer)
+            return memoryview(self._chunk_bytes(path, layout, index))
+
+    def chunk_key(self, path: str, index: int) -> str | None:
+        """The object that is one chunk; None where chunks are parts of shards."""
+        layout = self.record.layouts[path]
+        if layout.shard_rows is not None:
+            return None
+        return f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+
+    def decode_chunk(self, path: str, index: int, data: bytes | memoryview, out: Array) -> None:
+        """Decode what `chunk` gave into a contiguous block of a chunk's size."""
+        layout = self.record.layouts[path]
+        with self._named(path, layout, index):
+            layout.decode(data, out)
+
+    def _load(self, path: str, layout: ArrayLayout, index: int) -> Array:
+        with self._named(path, layout, index):
+            return layout.decode_new(self._chunk_bytes(path, layout, index))
+
+    def _decode(self, path: str, layout: ArrayLayout, index: int, out: Array) -> None:
+        with self._named(path, layout, index):
+            layout.decode(self._chunk_bytes(path, layout, index), out)
+
+    @contextlib.contextmanager
+    def _named(self, path: str, layout: ArrayLayout, index: int) -> Iterator[None]:
+        """Say which chunk is damaged or missing."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            rows = index * layout.chunk_rows, (index + 1) * layout.chunk_rows
+            name = self._chunk_name(path, layout, index)
+            raise MissingChunkError(f"{name} is missing", self.record.id, *rows) from error
+        except CorruptionError as error:
+            rows = index * layout.chunk_rows, (index + 1) * layout.chunk_rows
+            name = self._chunk_name(path, layout, index)
+            raise ChunkError(f"{name}: {error}", self.record.id, *rows) from error
+
+    def _chunk_bytes(self, path: str, layout: ArrayLayout, index: int) -> bytes:
+        key = f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+        if layout.shard_rows is None:
+            return self._storage.get(key)
+        shard, inner = divmod(index, layout.chunks_per_shard)
+        offset, size = (int(n) for n in self._shard_index(path, layout, shard, key)[inner])
+        if size > 2 * layout.chunk_bytes + 4096 or offset >= 1 << 62:
+            raise CorruptionError(f"shard index says {size} bytes at {offset}")
+        return self._storage.get_range(key, offset, offset + size)
+
+    def _shard_index(self, path: str, layout: ArrayLayout, shard: int, key: str) -> Array:
+        index = self._shard_indexes.get((path, shard))
+        if index is None:
+            start = 0 if layout.index_at_start else self._storage.size(key) - layout.shard_index_bytes
+            data = self._storage.get_range(key, max(0, start), max(0, start) + layout.shard_index_bytes)
+            index = layout.decode_shard_index(data)
+            self._shard_indexes[path, shard] = index
+        return index
+
+    def read_spans(self, start: int = 0) -> Spans:
+        """Spans from ``start`` on, checked."""
+        ints = self.read_rows("spans/ints", start, self.record.spans)
+        floats = self.read_rows("spans/floats", start, self.record.spans)
+        spans = Spans(ints, floats)
+        try:
+            check_spans(spans, self.record.rows, self.record.text_bytes)
+            last = int(ints[-1, 4]) if len(ints) else 0
+            if last != self.record.rows and (len(ints) or not start):
+                # Whoever makes room for rows trusts the record, so it must not claim any that no span has.
+                raise CorruptionError(f"spans end at row {last}, the record says {self.record.rows}")
+        except CorruptionError as error:
+            raise CorruptionError(f"{self._name('spans')}: {error}") from error
+        return spans
+
+    def read_text(self, start: int, stop: int) -> bytes:
+        return self.read_rows("spans/text", start, stop).tobytes()
+
+    def _name(self, path: str) -> str:
+        return f"{self._storage.display}: stream '{self.record.id}', array '{path}'"
+
+    def _chunk_name(self, path: str, layout: ArrayLayout, index: int) -> str:
+        rows = f"rows {index * layout.chunk_rows} to {(index + 1) * layout.chunk_rows}"
+        return f"{self._name(path)}, chunk {index} ({rows})"
+
+
+def _copy_chunk(layout: ArrayLayout, index: int, chunk: Array, out: Array, start: int) -> None:
+    low = index * layout.chunk_rows
+    first, stop = max(low, start), min(low + layout.chunk_rows, start + len(out))
+    out[first - start : stop - start] = chunk[first - low : stop - low]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """New rows of one array: ``source`` as it is, or its rows in another order."""
+
+    source: Array
+    order: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.source if self.order is None else self.order)
+
+    def take(self, start: int, stop: int, out: Array) -> None:
+        if self.order is None:
+            out[:] = self.source[start:stop]
+        else:
+            # mode="clip" writes straight into out; "raise" would go through a buffer.
+            np.take(self.source, self.order[start:stop], axis=0, out=out, mode="clip")
+
+
+class _Column:
+    """The growing end of one array: how many rows are committed and the part-filled last chunk."""
+
+    def __init__(self, path: str, key_prefix: str, layout: ArrayLayout) -> None:
+        self.path = path
+        self.rows = 0
+        self._prefix = key_prefix
+        self._layout = layout
+        self._tail: Array | None = None  # holds the rows past the last full chunk, zeros after them
+        self._next_tail: Array | None = None
+        self._tail_version = ANY
+        self._tail_bytes = 0
+        self._put_bytes: dict[int, int] = {}  # size of each object of the last wave, by chunk
+
+    def puts(self, new: Rows, expect: str) -> list[Put]:
+        """The chunk objects that change when ``new`` is appended. Asking again gives the same bytes.
+
+        ``expect`` is for chunks that begin with new rows.
+        """
+        size, stop = self._layout.chunk_rows, self.rows + len(new)
+        self._next_tail, self._put_bytes = self._tail, {}
+        chunks = range(self.rows // size, -(-stop // size))
+        return [self._measured(index, self._put(index, new, stop, expect)) for index in chunks]
+
+    def _measured(self, index: int, put: Put) -> Put:
+        sizes = self._put_bytes
+
+        def make() -> bytes:
+            data = put.make()
+            sizes[index] = len(data)
+            return data
+
+        return replace(put, make=make)
+
+    def _put(self, index: int, new: Rows, stop: int, expect: str) -> Put:
+        size = self._layout.chunk_rows
+        low, high = max(self.rows, index * size), min(stop, (index + 1) * size)
+        source = (low - self.rows, high - self.rows)
+        key = f"{self._prefix}/{self._layout.chunk_key(index)}"
+        is_full = high == (index + 1) * size
+        if low > index * size:  # extends the part-filled chunk, which is on disk already
+            assert self._tail is not None
+            self._next_tail = None if is_full else self._tail
+            return Put(key, self._filled(self._tail, low - index * size, new, source), self._tail_version)
+        if is_full and new.order is None:
+            block = new.source[slice(*source)]
+            return Put(key, lambda: self._layout.encode(np.ascontiguousarray(block)), expect)
+        if is_full:
+            return Put(key, lambda: self._filled(self._layout.empty_chunk(), 0, new, source)(), expect)
+        self._next_tail = self._layout.empty_chunk()
+        return Put(key, self._filled(self._next_tail, 0, new, source), expect)
+
+    def _filled(self, block: Array, at: int, new: Rows, source: tuple[int, int]) -> Callable[[], bytes]:
+        def make() -> bytes:
+            # Rows past the committed ones may be overwritten any number of times: a retry writes the same.
+            new.take(*source, block[at : at + source[1] - source[0]])
+            return self._layout.encode(block)
+
+        return make
+
+    def advance(self, n: int, versions: Mapping[str, str]) -> int:
+        """Take over the state after ``n`` appended rows became durable; returns by how many bytes it grew."""
+        self.rows += n
+        grown = sum(self._put_bytes.values()) - self._tail_bytes  # the tail before was replaced
+        last, n_tail = divmod(self.rows, self._layout.chunk_rows)
+        if not n_tail:
+            self._tail, self._tail_version, self._tail_bytes = None, ANY, 0
+            return grown
+        self._tail, self._tail_bytes = self._next_tail, self._put_bytes[last]
+        key = f"{self._prefix}/{self._layout.chunk_key(last)}"
+        self._tail_version = versions.get(key, self._tail_version)
+        return grown
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one commit adds to a stream. Made once; committing it again writes the same bytes."""
+
+    rows: Mapping[str, Rows]  # by field path
+    span_ints: Array
+    span_floats: Array
+    text: bytes
+    committed_at: float
+    columns: Sequence[ColumnChange] = ()
+    first_row: int | None = None  # of the stream itself; None: as before
+    view: View | None = None  # what is decided about others; None: as before
+
+    @property
+    def n_rows(self) -> int:
+        return len(next(iter(self.rows.values()))) if self.rows else 0
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnChange:
+    """Values of a derived column: a new generation from row ``first`` on, or changes of single rows."""
+
+    target: str
+    name: str
+    values: Array
+    first: int = 0
+    rows: Array | None = None  # None: a new generation
+
+
+class StreamAppender:
+    """Appends batches to one stream. Not thread-safe: one thread commits.
+
+    After any failure, `commit` with the same batch may be called again, as often as it takes.
+
+    Attributes:
+        record: The newest record.
+        n_bytes: Size of the stream's step and span objects, without what was evicted since.
+    """
+
+    def __init__(self, storage: Storage, record: CommitRecord, settle_schema: Callable[[Schema], None]) -> None:
+        self.record = record
+        self.n_bytes = 0
+        self._storage = storage
+        self._settle_schema = settle_schema
+        self._record_version = ABSENT
+        self._is_born = False
+        self._tried: Batch | None = None  # the batch of the last commit, failed or not
+        self._settled: dict[str, dict[str, ColumnState]] = {}  # derived columns after it
+        self._with_nodes: set[str] = set()  # columns whose nodes were put
+        self._are_announced = False
+        self._columns = {
+            path: _Column(path, f"streams/{record.id}/{path}", layout) for path, layout in record.layouts.items()
+        }
+
+    def commit(self, batch: Batch) -> None:
+        """Write the batch's chunks, then publish them all at once by replacing the commit record."""
+        self._be_born()
+        if self._tried is not batch:  # a second try goes on with the arrays of the first
+            self._are_announced = False
+        if not self._are_announced:
+            self._announce_columns(batch)
+            self._settled = self._settle_columns(batch)
+            self._are_announced = True
+        columns, new = self._settled, self._new_rows(batch)
+        # A second try may find the first one's record published after all: then readers are looking.
+        expect = OWN if self._tried is batch else UNSEEN
+        self._tried = batch
+        puts = [
+            put
+            for path, rows in new.items()
+            # Places of columns are used again, and read by those who have an older record.
+            for put in self._columns[path].puts(rows, ANY if path.startswith("columns/") else expect)
+        ]
+        # Chunks first, record last: until the record names them no reader looks at the new rows,
+        # so a crash here leaves garbage past the end, never a torn episode.
+        with self._explained():
+            versions = self._storage.put_many(puts)
+        record = replace(
+            self.record,
+            rows=self.record.rows + batch.n_rows,
+            spans=self.record.spans + len(batch.span_ints),
+            text_bytes=self.record.text_bytes + len(batch.text),
+            commit=self.record.commit + 1,
+            committed_at=batch.committed_at,
+            first_row=self.record.first_row if batch.first_row is None else batch.first_row,
+            view=self.record.view if batch.view is None else batch.view,
+            columns=columns,
+            layouts=self._layouts(columns),
+        )
+        self._publish(record)
+        for path, rows in new.items():
+            grown = self._columns[path].advance(len(rows), versions)
+            self.n_bytes += 0 if path.startswith("columns/") else grown
+
+    def _settle_columns(self, batch: Batch) -> dict[str, dict[str, ColumnState]]:
+        """The state of all derived columns after a batch; arrays of a new generation begin anew."""
+        columns = {target: dict(named) for target, named in self.record.columns.items()}
+        for change in batch.columns:
+            named = columns[change.target]
+            old, n = named[change.name], len(change.values)
+            if change.rows is not None:
+                named[change.name] = replace(old, deltas=old.deltas + n)
+                continue
+            generation = old.generation + 1
+            state = replace(old, generation=generation, first=change.first, stop=change.first + n, deltas=0)
+            named[change.name] = state
+            layouts = state.layouts(change.target, change.name)
+            for path in state.paths(change.target, change.name):
+                self._columns[path] = _Column(path, f"streams/{self.record.id}/{path}", layouts[path])
+        return columns
+
+    def _announce_columns(self, batch: Batch) -> None:
+        """Publish columns that are new, empty, then the nodes of their arrays: none is there without its record."""
+        columns = {target: dict(named) for target, named in self.record.columns.items()}
+        for change in batch.columns:
+            old = columns.setdefault(change.target, {}).get(change.name)
+            dtype, shape = str(change.values.dtype), change.values.shape[1:]
+            if old is None or (change.rows is None and (old.dtype, old.shape) != (dtype, shape)):
+                generation = old.generation + 1 if old else 0
+                columns[change.target][change.name] = ColumnState(generation, dtype, shape, 0, 0, 0)
+        if columns != self.record.columns:
+            self._publish(replace(self.record, columns=columns, layouts=self._layouts(columns)))
+        # By kind as well: what is put again with another dtype has other nodes.
+        new = {
+            f"{c.target}/{c.name} {c.values.dtype} {c.values.shape[1:]}" for c in batch.columns
+        } - self._with_nodes
+        if new:
+            self._storage.put_many(self._column_nodes())
+            self._with_nodes |= new
+
+    def _layouts(self, columns: Columns) -> dict[str, ArrayLayout]:
+        layouts = {path: layout for path, layout in self.record.layouts.items() if not path.startswith("columns/")}
+        for target, named in columns.items():
+            for name, state in named.items():
+                layouts |= state.layouts(target, name)
+        return layouts
+
+    def _column_nodes(self) -> list[Put]:
+        """Metadata of the arrays of columns, for whoever opens them by their own path."""
+        return [
+            Put(f"streams/{self.record.id}/{path}/zarr.json", lambda node=node: dump_json(node))  # type: ignore[misc]
+            for path, node in self.record.nodes().items()
+            if path.split("/")[0] == "columns"
+        ]
+
+    def seal(self) -> None:
+        """Declare the stream finished, and give its arrays their final shapes of their own.
+
+        From here on an array opened by its own path, or by tensorstore, shows all rows.
+        """
+        if not self._is_born or self.record.is_sealed:
+            return
+        self._check_presence(is_certain=False)
+        self._put_nodes()
+        self._publish(replace(self.record, is_sealed=True))
+
+    def _be_born(self) -> None:
+        """Publish an empty record, then the nodes it names: a stream is never visible without its record."""
+        if self._is_born:
+            return
+        self._settle_schema(self.record.schema)
+        self._publish(self.record)
+        self._put_nodes()
+        self._is_born = True
+
+    def _put_nodes(self) -> None:
+        prefix = f"streams/{self.record.id}"
+
+        def put(path: str, data: bytes) -> Put:
+            return Put(f"{prefix}/{path}/zarr.json", lambda: data)
+
+        self._storage.put_many([put(path, dump_json(node)) for path, node in self.record.nodes().items()])
+
+    def _publish(self, record: CommitRecord) -> None:
+        self._check_presence(is_certain=False)
+        try:
+            with self._explained():
+                self._record_version = self._storage.put(record.key, record.to_bytes(), self._record_version)
+        except FileExistsError:
+            self._accept_own_record(record)
+        self.record = record
+
+    def _accept_own_record(self, record: CommitRecord) -> None:
+        # The first put may have gone through although its answer was lost.
+        if self._storage.get(record.key) != record.to_bytes():
+            raise FormatError(f"{self._storage.display}/{record.key} exists already") from None
+        self._record_version = ANY
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Say so where a put was refused because the stream was removed."""
+        try:
+            yield
+        except ConflictError:
+            self._check_presence(is_certain=True)
+            raise
+
+    def _check_presence(self, *, is_certain: bool) -> None:
+        """Refuse to go on with a stream that was removed by a session that took its writer for dead.
+
+        To put the record again would show rows whose objects are gone. A put that compares versions refuses that
+        by itself, so then it is looked at only to be certain.
+        """
+        if not self._is_born or not (is_certain or self._record_version == ANY):
+            return
+        try:
+            self._storage.size(self.record.key)
+        except FileNotFoundError:
+            remove_stream(self._storage, self.record.id)  # what this commit has put already
+            raise ConflictError(
+                f"{self._storage.display}: stream '{self.record.id}' was removed by a session that declared its"
+                " writer dead; open another writer"
+            ) from None
+
+    def _new_rows(self, batch: Batch) -> dict[str, Rows]:
+        new = {f"steps/{path}": rows for path, rows in batch.rows.items()}
+        new["spans/ints"] = Rows(batch.span_ints)
+        new["spans/floats"] = Rows(batch.span_floats)
+        new["spans/text"] = Rows(np.frombuffer(batch.text, np.uint8))
+        for change in batch.columns:
+            state = self._settled[change.target][change.name]
+            values, delta_rows, delta_values = state.paths(change.target, change.name)
+            if change.rows is None:
+                new[values] = Rows(change.values)
+            else:
+                new |= {delta_rows: Rows(change.rows), delta_values: Rows(change.values)}
+        return {path: rows for path, rows in new.items() if len(rows)}
+
+
+def remove_stream(storage: Storage, stream: str) -> None:
+    """Remove all of a stream, its record first."""
+    storage.remove_tree(f"streams/{stream}")
+
+
+def span_columns(schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return int_columns(schema), float_columns(schema)
+
+
+def new_record(
+    stream_id: str,
+    name: str,
+    schema: Schema,
+    layouts: Mapping[str, ArrayLayout],
+    created_at: float,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    world: str | None = None,
+    checkpoint: str | None = None,
+    view: View | None = None,
+) -> CommitRecord:
+    """The record of a stream that holds nothing yet."""
+    return CommitRecord(
+        stream_id,
+        name,
+        schema,
+        layouts,
+        created_at=created_at,
+        committed_at=created_at,
+        rank=rank,
+        world_size=world_size,
+        world=world,
+        checkpoint=checkpoint,
+        view=view or View(),
+    )
+
+
+def join_spans(blocks: Sequence[Spans]) -> Spans:
+    if len(blocks) == 1:
+        return blocks[0]
+    return Spans(np.concatenate([b.ints for b in blocks]), np.concatenate([b.floats for b in blocks]))
