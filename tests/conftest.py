@@ -28,7 +28,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
 os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
 
-collect_ignore_glob = ["datasets/*"]  # made with libraries that are not installed here
+collect_ignore_glob = ["data/*"]  # made with libraries that are not installed here
 
 _MUCH = 1 << 30  # bytes; a process of tests that grew by so many looks for what nobody holds any more
 _held = [0]  # when it looked last

@@ -1,0 +1,109 @@
+"""Every benchmark runs in its small form and says what it promises, so that none can rot unseen."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+EXPECTED = {
+    "append": [
+        "state episodes, ours",
+        "frame episodes, ours, no fsync",
+        "single steps, ours",
+        "64 environments, ours",
+    ],
+    "commit": ["beside 10 episodes", "beside 1,000 episodes", "beside 1,000 episodes, written"],
+    "open": ["2,000 x 10 steps, cold: all", "2,000 x 10 steps, warm: open", "2,000 x 10 steps: refresh"],
+    "frames": ["84x84x4 Breakout", "84x84 noise", "all games, 84x84 zstd:1 x 8"],
+    "memory": ["frame episodes", "frame steps", "64 environments", "narrow rows"],
+    "windows": [
+        "state, ours, 1 thread",
+        "append between, ours, 20,000 steps, 1 thread",
+        "pixels, ours, out=, 1 thread",
+        "draw, 1,000 episodes of 1,000 steps",
+        "64 open environments, 4 spans each: index",
+    ],
+    "misses": ["windows, ours, 1 thread", "windows, zarr", "state transitions, RLinf's path"],
+    "priorities": [
+        "compiled, 10,000 leaves",
+        "compiled, 100,000 leaves",
+        "tensor operations, 10,000 leaves, torch threads 1",
+    ],
+}
+EXPECTED["replay"] = [
+    "sample, buffer, 1 thread",
+    "append 16, sample, ours, 20,000 steps, 1 thread",
+    "sample, beside a thread that appends flat out",
+    "append 16, sample, update, evict, ours, 20,000 steps, 1 thread",
+    "checkpoint of 2,377 steps",
+]
+EXPECTED["ranks"] = [
+    "4,000 episodes, 8 to 16 ranks: plan",
+    "4,000 episodes, 8 to 16 ranks: storage calls",
+    "checkpoint, 2 ranks of 200 episodes",
+]
+EXPECTED["ray_service"] = [
+    "256 transitions, in process",
+    "256 transitions, 2 actors, batches",
+    "256 transitions, TorchRL",
+]
+EXPECTED["drop_ins"] = [
+    "RLinf, sample(256), all cached, 1 thread",
+    "RLinf, stored, cache of a tenth, 1 thread",
+    "ObjectRL, add, 1 thread",
+]
+EXPECTED["torchrl_storage"] = ["sample 256, state, TrajStorage, 1 thread", "sample 256, pixels by pages, 1 thread"]
+PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not find_spec("ale_py"), reason="needs ale-py"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+
+def run(name: str, path: Path, *before: str) -> dict[str, Any]:
+    """Run a benchmark in its small form and return the JSON it wrote."""
+    script = str(BENCHMARKS / f"{name}.py")
+    command = [sys.executable, *(before or (script,)), "--small", "--json", str(path)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=400, cwd=BENCHMARKS)
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_benchmark_completes_and_writes_its_cases(name: str, tmp_path: Path) -> None:
+    report = run(name, tmp_path / "report.json")
+    assert report["benchmark"] == name
+    assert report["small"] is True
+    assert set(EXPECTED[name]) <= set(report["cases"])
+    assert report["environment"].keys() >= {"python", "cpus", "load", "filesystem", "trajstore"}
+    assert all(case["seconds"] for case in report["cases"].values() if "median_s" in case)
+    assert all(ratio["value"] > 0 for ratio in report["ratios"].values())
+    if name == "append" and find_spec("torchrl"):
+        assert set(PEER) <= set(report["cases"])
+
+
+def test_without_torchrl_its_cases_are_skipped_with_a_note(tmp_path: Path) -> None:
+    script = str(BENCHMARKS / "append.py")
+    hide = f"import runpy, sys; sys.modules['torch'] = None; sys.path.insert(0, {str(BENCHMARKS)!r});"
+    report = run(
+        "append", tmp_path / "report.json", "-c", f"{hide} runpy.run_path({script!r}, run_name='__main__')"
+    )
+    assert not set(PEER) & set(report["cases"])
+    assert set(EXPECTED["append"]) <= set(report["cases"])
+    assert "torchrl is not installed: its cases are skipped" in report["notes"]
+
+
+def test_run_runs_every_benchmark_there_is() -> None:
+    source = (BENCHMARKS / "run.py").read_text()
+    scripts = {path.stem for path in BENCHMARKS.glob("[a-z]*.py")} - {"run"}
+    assert scripts == set(EXPECTED)
+    assert all(f'"{name}"' in source for name in scripts)
