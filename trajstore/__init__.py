@@ -55,13 +55,15 @@ from trajstore.errors import (
     StoreNotFoundError,
     TrajstoreError,
 )
-from trajstore.format.episode_table import EpisodeKey, EpisodeTable, Handle, Handles
+from trajstore.format.episode_table import EpisodeTable
+from trajstore.format.handles import EpisodeKey, Handle, Handles
 from trajstore.schema import Field, Schema
 from trajstore.store.checkpoints import Checkpoint
 from trajstore.store.copying import copy
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store, create, open  # noqa: A004
-from trajstore.writing.writer import Writer, WriterOptions
+from trajstore.writing.options import WriterOptions
+from trajstore.writing.writer import Writer
 
 if TYPE_CHECKING:
     from trajstore.distributed.partitions import PartitionReport, Partitions

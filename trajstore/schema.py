@@ -474,3 +474,18 @@ def infer(flat: Mapping[str, Any], n_lead: int) -> Schema:
             raise DataError(f"field '{path}': expected at least {n_lead} leading axes, got shape {array.shape}")
         fields[path] = Field(name, array.shape[n_lead:])
     return Schema(nest(fields))
+
+
+def selected_paths(schema: Schema, fields: Iterable[str] | None) -> list[str]:
+    """Paths of the fields that these names, of fields or groups, stand for; all of them for None."""
+    if fields is None:
+        return list(schema)
+    if isinstance(fields, str):
+        raise TypeError(f"fields: expected a list of names, got the string {fields!r}")
+    chosen: list[str] = []
+    for name in fields:
+        found = [path for path in schema if path == name or path.startswith(f"{name}/")]
+        if not found:
+            raise KeyError(f"no field {name!r}; there are {', '.join(schema)}")
+        chosen += [path for path in found if path not in chosen]
+    return chosen

@@ -19,7 +19,7 @@ from tests.sampling.test_batch_iterator import FIELDS, open_store, write
 from tests.support.sharding import mark, pack, read_record
 from trajstore import CorruptionError, Field, Reader, Schema, SnapshotExpiredError, Store, Windows
 from trajstore.cache.chunk_cache import ChunkCache, Wanted
-from trajstore.cache.page_table import HostTier
+from trajstore.cache.compressed_tier import HostTier
 from trajstore.format.commit_record import View
 
 OBS_PAGE, ACTION_PAGE = 4 * 16, 8 * 8

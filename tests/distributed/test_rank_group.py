@@ -60,7 +60,7 @@ from trajstore.distributed.rank_notes import (
     read_member,
     world_key,
 )
-from trajstore.format.commit_record import FORMAT, GROUP, dump_json
+from trajstore.format.zarr_json import FORMAT, GROUP, dump_json
 
 SHORT_S = 0.3  # of waits for ranks that do not come
 

@@ -10,15 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import CorruptionError, Field, FormatError, SchemaError
-from trajstore.format.array_layout import (
-    MAX_CHUNK_BYTES,
-    ArrayLayout,
-    Codec,
-    blosc_content_bytes,
-    chunk_rows_for,
-    codec_for,
-    zstd_content_bytes,
-)
+from trajstore.format.array_layout import MAX_CHUNK_BYTES, ArrayLayout, chunk_rows_for, codec_for
+from trajstore.format.codec import Codec, blosc_content_bytes, zstd_content_bytes
 from trajstore.schema import as_array
 from trajstore.testing import strategies as ours
 

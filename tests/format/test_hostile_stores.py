@@ -32,7 +32,7 @@ from trajstore import (
     StoreNotFoundError,
     TrajstoreError,
 )
-from trajstore.format.commit_record import new_id
+from trajstore.format.ids import new_id
 from trajstore.schema import flatten
 
 MAX_PEAK_BYTES = 64 << 20

@@ -40,7 +40,9 @@ from trajstore.errors import (
     SnapshotExpiredError,
     StorageError,
 )
-from trajstore.format.commit_record import View, dump_json, new_id
+from trajstore.format.commit_record import View
+from trajstore.format.ids import new_id
+from trajstore.format.zarr_json import dump_json
 from trajstore.schema import DTYPES, Field, Schema
 from trajstore.storage import Storage, open_storage
 from trajstore.store import checkpoints

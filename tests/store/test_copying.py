@@ -28,7 +28,8 @@ from trajstore.errors import (
     StoreExistsError,
     StoreNotFoundError,
 )
-from trajstore.format.commit_record import View, new_id
+from trajstore.format.commit_record import View
+from trajstore.format.ids import new_id
 from trajstore.storage import LocalStorage, Storage, open_storage
 from trajstore.store.checkpoints import list_checkpoints, read_state, remove
 from trajstore.store.copying import copy, copy_objects

@@ -18,7 +18,9 @@ from tests.conftest import Place
 from tests.support.faulty import Call, DieAt, Died, FailOnce, FailWhile, FaultyStorage, Plan, broken, real_storage
 from tests.support.sharding import mark, read_record, rewrite
 from trajstore import ClosedError, DataError, Field, Schema, SnapshotExpiredError, StorageError, Store, Writer
-from trajstore.format.commit_record import CommitRecord, first_rows, new_id
+from trajstore.format.commit_record import CommitRecord
+from trajstore.format.first_live_rows import first_rows
+from trajstore.format.ids import new_id
 from trajstore.store.garbage_collection import Sweeper, check_pins
 
 SCHEMA = Schema(

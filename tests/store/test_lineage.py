@@ -14,7 +14,9 @@ import trajstore
 from tests.conftest import Place
 from tests.support.faulty import BlockPuts, FailOnce, FailWhile, FaultyStorage, Plan, broken, real_storage
 from trajstore import DataError, Field, Schema, StorageError, Store, Writer
-from trajstore.format.commit_record import CommitRecord, View, first_rows, new_id
+from trajstore.format.commit_record import CommitRecord, View
+from trajstore.format.first_live_rows import first_rows
+from trajstore.format.ids import new_id
 
 SCHEMA = Schema({"action": Field("int64", chunk_rows=4), "reward": Field("float32", chunk_rows=8)})
 OTHER, THIRD = new_id("other"), new_id("third")

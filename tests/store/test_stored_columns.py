@@ -240,7 +240,7 @@ def test_the_column_of_the_newest_writer_counts() -> None:
 def test_columns_of_streams_that_are_not_here_are_left_out() -> None:
     store, _ = new_store()
     with store.writer(commit_seconds=None) as writer:
-        writer.put_column("c", trajstore.format.commit_record.new_id("gone"), np.ones(3))
+        writer.put_column("c", trajstore.format.ids.new_id("gone"), np.ones(3))
     assert column(store) == {}
 
 

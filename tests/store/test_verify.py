@@ -22,7 +22,8 @@ import trajstore
 from tests.conftest import Place
 from tests.support.sharding import mark, pack, read_record, rewrite, write_record
 from trajstore import CorruptionError, Field, FormatError, Schema, StorageError, StoreNotFoundError
-from trajstore.format.commit_record import CommitRecord, View, new_id
+from trajstore.format.commit_record import CommitRecord, View
+from trajstore.format.ids import new_id
 from trajstore.schema import Array
 from trajstore.storage import LocalStorage
 from trajstore.store.checkpoints import Checkpoint, new_checkpoint_id, save

@@ -26,7 +26,7 @@ from tests.support.rank_process import OPTIONS
 from trajstore import Checkpoint, ReplayBuffer, Windows
 from trajstore.distributed.rank_group import World, alone, put_world
 from trajstore.distributed.rank_notes import TorchBoard
-from trajstore.format.commit_record import new_id
+from trajstore.format.ids import new_id
 from trajstore.storage import Storage
 from trajstore.store.checkpoints import list_checkpoints
 from trajstore.store.verify import Report, verify

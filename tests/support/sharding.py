@@ -13,8 +13,10 @@ import numpy as np
 import zarr
 from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 
-from trajstore.format.array_layout import ArrayLayout, Codec
-from trajstore.format.commit_record import CommitRecord, Replaces, new_id
+from trajstore.format.array_layout import ArrayLayout
+from trajstore.format.codec import Codec
+from trajstore.format.commit_record import CommitRecord, Replaces
+from trajstore.format.ids import new_id
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache.page_table import MIN_SLOTS, UNSIGNED, CacheStats, Column, HostTier, flat_rows
+from trajstore.cache.compressed_tier import HostTier
+from trajstore.cache.page_table import MIN_SLOTS, UNSIGNED, CacheStats, Column, flat_rows
 from trajstore.errors import DataError, StorageError
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.schema import Array, Schema
+from trajstore.schema import Array, Schema, selected_paths
 from trajstore.storage import Storage
-from trajstore.store.snapshot import selected_paths
-from trajstore.writing.stream_appender import StreamReader
+from trajstore.store.stream_reader import StreamReader
 
 _N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _PART_BYTES = 4 << 20  # what a thread copies at least: handing over costs as much as copying half a megabyte

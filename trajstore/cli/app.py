@@ -44,8 +44,10 @@ from trajstore.cli.command import (
 from trajstore.cli.dataset_commands import Shell, add_commands
 from trajstore.cli.rlinf_commands import RLINF_COMMANDS
 from trajstore.errors import CorruptionError, TrajstoreError
-from trajstore.format.array_layout import Codec
-from trajstore.format.commit_record import CommitRecord, first_rows, load_json, own_attributes
+from trajstore.format.codec import Codec
+from trajstore.format.commit_record import CommitRecord
+from trajstore.format.first_live_rows import first_rows
+from trajstore.format.zarr_json import load_json, own_attributes
 from trajstore.schema import Array, flatten
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints
 from trajstore.store.snapshot import Snapshot

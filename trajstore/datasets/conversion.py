@@ -14,9 +14,10 @@ from trajstore.datasets.fields import length_of
 from trajstore.datasets.plain import mapping
 from trajstore.datasets.ports import Episode, Progress, Sink, Source
 from trajstore.errors import CorruptionError, DataError, SchemaError, StoreExistsError, TrajstoreError
-from trajstore.format.episode_table import EpisodeKey, EpisodeTable
-from trajstore.schema import Array, Schema, flatten, nest
-from trajstore.store.snapshot import Snapshot, selected_paths
+from trajstore.format.episode_table import EpisodeTable
+from trajstore.format.handles import EpisodeKey
+from trajstore.schema import Array, Schema, flatten, nest, selected_paths
+from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store, Url, create
 from trajstore.store.store import open as open_store
 from trajstore.writing.writer import Writer

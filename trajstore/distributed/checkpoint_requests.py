@@ -21,7 +21,8 @@ from trajstore.errors import (
     StorageError,
     TrajstoreError,
 )
-from trajstore.format.commit_record import FORMAT, group_bytes, is_stream_id, new_id
+from trajstore.format.ids import is_stream_id, new_id
+from trajstore.format.zarr_json import FORMAT, group_bytes
 from trajstore.storage import Storage, open_storage
 from trajstore.store import checkpoints
 from trajstore.store.store import Url, check_root

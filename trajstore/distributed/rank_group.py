@@ -23,7 +23,8 @@ from trajstore.distributed.rank_notes import (
     world_key,
 )
 from trajstore.errors import ClosedError, FormatError, RankError, RankTimeoutError, StorageError
-from trajstore.format.commit_record import FORMAT, GROUP, dump_json, group_bytes, is_stream_id, new_id
+from trajstore.format.ids import is_stream_id, new_id
+from trajstore.format.zarr_json import FORMAT, GROUP, dump_json, group_bytes
 from trajstore.storage import Storage
 
 _FIRST_POLL_S = 0.002

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from trajstore.errors import FormatError, RankError
-from trajstore.format.commit_record import FORMAT, group_bytes, load_json, own_attributes
+from trajstore.format.zarr_json import FORMAT, group_bytes, load_json, own_attributes
 from trajstore.storage import Storage
 
 _MAX_NOTE_BYTES = 16 << 20

@@ -7,25 +7,64 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trajstore.errors import DataError, FormatError
+from trajstore.errors import CorruptionError, DataError, FormatError
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.commit_record import (
+from trajstore.format.commit_record import CommitRecord, Replaces, View, check_count, layouts_of
+from trajstore.format.ids import is_stream_id
+from trajstore.format.zarr_json import (
     FORMAT,
     GROUP,
     MAX_RECORD_BYTES,
-    CommitRecord,
-    Replaces,
     check_checksum,
-    check_count,
     dump_json,
-    is_stream_id,
-    layouts_of,
     load_json,
     own_attributes,
     with_checksum,
 )
 from trajstore.schema import Schema
-from trajstore.store.snapshot import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a view shows of one stream: rows ``[first, stop)``, of its first ``spans`` spans.
+
+    Attributes:
+        first: First row.
+        stop: Row after the last.
+        spans: How many of the stream's spans.
+        text_bytes: How much of their text.
+        record: The stream's record, cut to this; None where the stream goes on and its own is to be read.
+        discarded: Episodes that are not shown, by number.
+    """
+
+    first: int
+    stop: int
+    spans: int
+    text_bytes: int
+    record: CommitRecord | None = None
+    discarded: tuple[int, ...] = ()
+
+    def of(self, record: CommitRecord) -> CommitRecord:
+        """The record of a stream that ends here: its arrays only grow, so a prefix of them is what they were.
+
+        Raises:
+            CorruptionError: The stream has less than this.
+        """
+        mine, its = (self.stop, self.spans, self.text_bytes), (record.rows, record.spans, record.text_bytes)
+        if any(n > there for n, there in zip(mine, its, strict=True)):
+            raise CorruptionError(f"stream '{record.id}' has (rows, spans, text) {its}, {mine} are wanted")
+        discarded = {record.shown_as: self.discarded} if self.discarded else {}
+        return replace(
+            record,
+            rows=self.stop,
+            spans=self.spans,
+            text_bytes=self.text_bytes,
+            first_row=self.first,
+            is_sealed=True,
+            view=View(discarded=discarded),
+            columns={},
+            layouts={path: a for path, a in record.layouts.items() if not path.startswith("columns/")},
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,116 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import operator
-import os
-import re
-import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from trajstore.errors import DataError, FormatError, SchemaError
-from trajstore.format.array_layout import MAX_ROWS, ArrayLayout, Codec, crc32c
+from trajstore.format.array_layout import MAX_ROWS, ArrayLayout
+from trajstore.format.codec import Codec
+from trajstore.format.ids import check_stream_ids, is_column_name, is_stream_id
 from trajstore.format.spans import End, float_columns, int_columns
+from trajstore.format.zarr_json import (
+    _NO_CHECKSUM,
+    FORMAT,
+    GROUP,
+    check_checksum,
+    load_json,
+    own_attributes,
+    with_checksum,
+)
 from trajstore.schema import Field, Schema
 
-FORMAT = 1
-GROUP: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
-MAX_RECORD_BYTES = 64 << 20
 _SPAN_CHUNK_ROWS = 4096
 _TEXT_CHUNK_BYTES = 64 << 10
 _COLUMN_CHUNK_BYTES = 1 << 20
-_STREAM_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}-[0-9a-v]{26}\Z")
-_COLUMN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,63}\Z")
-_BASE32 = "0123456789abcdefghijklmnopqrstuv"
-
-
-def new_id(name: str, after: str | None = None) -> str:
-    """``<name>-<unique id>``; ids of one name sort by the time they were made, in any case after a given one."""
-    earliest = 0 if after is None else (int(after.rpartition("-")[2], 32) >> 80) + 1
-    number = (max(time.time_ns() // 1_000_000, earliest) << 80) | int.from_bytes(os.urandom(10), "big")
-    return name + "-" + "".join(_BASE32[number >> shift & 31] for shift in range(125, -1, -5))
-
-
-def derived_id(name: str, of: str, digest: bytes) -> str:
-    """``<name>-<unique id>`` from the time of another id and ten bytes: the same wherever it is made."""
-    time_part = int(of.rpartition("-")[2], 32) >> 80
-    number = (time_part << 80) | int.from_bytes(digest, "big")
-    return name + "-" + "".join(_BASE32[number >> shift & 31] for shift in range(125, -1, -5))
-
-
-def is_stream_id(name: str) -> bool:
-    return _STREAM_ID.match(name) is not None
-
-
-def dump_json(data: Mapping[str, Any]) -> bytes:
-    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-
-
-def group_bytes(own: Mapping[str, Any]) -> bytes:
-    """The ``zarr.json`` of a group that has nothing but these attributes of ours."""
-    return dump_json(GROUP | {"attributes": {"trajstore": own}})
-
-
-def load_json(data: bytes, what: str) -> dict[str, Any]:
-    """Parse a ``zarr.json``.
-
-    Raises:
-        FormatError: It is not a JSON object, or absurdly large.
-    """
-    if len(data) > MAX_RECORD_BYTES:
-        raise FormatError(f"{what}: {len(data)} bytes of metadata; at most {MAX_RECORD_BYTES}")
-    try:
-        parsed = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{what}: not readable as JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise FormatError(f"{what}: expected a JSON object, got {type(parsed).__name__}")
-    return parsed
-
-
-_CHECKSUM = re.compile(rb'"crc32c": ?"([0-9a-f]{8})"')
-_NO_CHECKSUM = "00000000"
-
-
-def with_checksum(data: Mapping[str, Any]) -> bytes:
-    """A ``zarr.json`` whose first ``"crc32c"`` is the checksum of its own text with zeros in that place."""
-    text = dump_json(data)
-    found = _CHECKSUM.search(text)
-    assert found is not None
-    return text[: found.start(1)] + f"{crc32c(text):08x}".encode() + text[found.end(1) :]
-
-
-def check_checksum(text: bytes, what: str) -> None:
-    """Refuse a ``zarr.json`` that is not as it was written.
-
-    Raises:
-        FormatError: It has no checksum, or another one than it should.
-    """
-    found = _CHECKSUM.search(text)
-    if found is None:
-        raise FormatError(f"{what} has no checksum")
-    blank = text[: found.start(1)] + _NO_CHECKSUM.encode() + text[found.end(1) :]
-    if found.group(1) != f"{crc32c(blank):08x}".encode():
-        raise FormatError(f"{what} is damaged: its checksum does not match")
-
-
-def own_attributes(data: Mapping[str, Any], kind: str, what: str) -> dict[str, Any]:
-    """The ``trajstore`` attributes of a group, of the expected kind and a format this version reads."""
-    attributes = data.get("attributes")
-    own = attributes.get("trajstore") if isinstance(attributes, dict) else None
-    if not isinstance(own, dict) or data.get("node_type") != "group":
-        raise FormatError(f"{what} is not part of a trajstore store")
-    if own.get("format") != FORMAT:
-        raise FormatError(
-            f"{what} has format {own.get('format')!r}, this trajstore reads format {FORMAT}; upgrade trajstore"
-        )
-    if own.get("kind") != kind:
-        raise FormatError(f"{what}: expected a {kind}, got {own.get('kind')!r}")
-    return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +79,6 @@ class View:
             {**self.discarded, **{s: tuple(sorted({*self.discarded.get(s, ()), *e})) for s, e in episodes.items()}},
             tuple(dict.fromkeys((*self.dead, *(dead or ())))),
         )
-
-
-def check_stream_ids(streams: Collection[str], what: str) -> None:
-    if isinstance(streams, str) or not isinstance(streams, Collection):
-        raise DataError(f"{what}: expected a list of stream ids, got {streams!r:.80}")
-    for stream in streams:
-        if not isinstance(stream, str) or not is_stream_id(stream):
-            raise DataError(f"{what}: expected stream ids, got {stream!r:.80}")
 
 
 def check_count(value: object, what: str) -> int:
@@ -287,6 +195,11 @@ class CommitRecord:
     columns: Columns = field(default_factory=dict)
 
     @property
+    def shown_as(self) -> str:
+        """The stream that handles of its episodes name: the replaced one, where this stream replaces another."""
+        return self.replaces.stream if self.replaces else self.id
+
+    @property
     def key(self) -> str:
         return f"streams/{self.id}/zarr.json"
 
@@ -361,33 +274,6 @@ class CommitRecord:
         return record
 
 
-def newest_world(records: Iterable[CommitRecord]) -> str | None:
-    """The world of the record created last among those that have one."""
-    newest = max((r for r in records if r.world is not None), key=lambda r: r.created_at, default=None)
-    return None if newest is None else newest.world
-
-
-def first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
-    """The first live row of each stream: its own mark, or what every session of the newest world has passed.
-
-    A session that goes on from a checkpoint may want rows that the one before had given up since: of streams of
-    older worlds, what the newest world says counts alone. Of its own streams, whoever writes one decides.
-    """
-    world = newest_world(records)
-    # A rank that came back speaks for its stream from before as well, which it has declared dead.
-    dead = {stream for r in records if world is not None and r.world == world for stream in r.view.dead}
-    marks: dict[str, int] = {}
-    for record in records:
-        if (world is not None and record.world != world) or record.id in dead:
-            continue
-        for stream, row in record.view.first_rows.items():
-            marks[stream] = min(row, marks.get(stream, row))
-    if world is None:
-        return {r.id: max(r.first_row, marks.get(r.id, 0)) for r in records}
-    is_own = {r.id: r.world == world and r.id not in dead for r in records}
-    return {r.id: r.first_row if is_own[r.id] else marks.get(r.id, r.first_row) for r in records}
-
-
 def layouts_of(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:
     """The arrays of a stream, by path: one a field, and three for the spans."""
     layouts = {f"steps/{path}": ArrayLayout.of(spec, commit_steps) for path, spec in schema.fields.items()}
@@ -425,10 +311,6 @@ def _columns(data: Mapping[str, Any]) -> dict[str, dict[str, ColumnState]]:
         _id(target): {name: ColumnState.from_json(state) for name, state in named.items()}
         for target, named in data.items()
     }
-
-
-def is_column_name(name: object) -> bool:
-    return isinstance(name, str) and _COLUMN_NAME.match(name) is not None and name != "zarr.json"
 
 
 def _count(value: object) -> int:

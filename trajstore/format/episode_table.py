@@ -14,29 +14,7 @@ from trajstore.schema import Array, Schema
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-class EpisodeKey(NamedTuple):
-    """Names an episode for ever: the stream that recorded it and its number there."""
-
-    stream: str
-    episode: int
-
-
-class Handle(NamedTuple):
-    """Names one step for ever."""
-
-    stream: str
-    episode: int
-    t: int
-
-
-class Handles(NamedTuple):
-    """Names many steps of one stream for ever; ``episode`` and ``t`` are int64 arrays."""
-
-    stream: str
-    episode: Array
-    t: Array
+from trajstore.format.handles import EpisodeKey
 
 
 class SpanRows(NamedTuple):

@@ -275,3 +275,7 @@ def _episode_order(s: dict[str, Array]) -> Array | None:
     if in_order.all():
         return None
     return np.lexsort((np.arange(len(stream)), t_start, episode, stream))
+
+
+def span_columns(schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return int_columns(schema), float_columns(schema)

@@ -24,8 +24,8 @@ from ray.data.datasource import Datasink, Datasource, ReadTask
 
 from trajstore.errors import DataError
 from trajstore.format.episode_table import EpisodeTable
-from trajstore.schema import Array, Schema, flatten, nest
-from trajstore.store.snapshot import Snapshot, selected_paths
+from trajstore.schema import Array, Schema, flatten, nest, selected_paths
+from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store, Url, create
 from trajstore.store.store import open as open_store
 from trajstore.writing.writer import Writer

@@ -19,7 +19,7 @@ import torch
 
 from trajstore.arguments import check_positive, parse_bytes
 from trajstore.errors import DataError, StoreNotFoundError
-from trajstore.format.episode_table import Handle, Handles
+from trajstore.format.handles import Handle, Handles
 from trajstore.ray.actor import GROUPS, Partition, Spec, get
 from trajstore.ray.learner import Flat, Learner
 from trajstore.ray.writer import RayWriter

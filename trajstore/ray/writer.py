@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from trajstore.arguments import check_positive
 from trajstore.errors import ClosedError, DataError
-from trajstore.format.episode_table import Handle, Handles
+from trajstore.format.handles import Handle, Handles
 from trajstore.format.spans import End
 from trajstore.ray.actor import get
 from trajstore.ray.rollout_blocks import Op, Rollout, copied, flags_of, led, n_bytes_of, n_steps_of, rows_of

@@ -25,7 +25,7 @@ from trajstore.distributed.partitions import PartitionReport, Policy
 from trajstore.distributed.redistribution import plan as plan_partitions
 from trajstore.errors import ClosedError, RankError, SnapshotExpiredError
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.episode_table import EpisodeKey, Handle, Handles
+from trajstore.format.handles import EpisodeKey, Handle, Handles
 from trajstore.replay.checkpoint_schedule import Saver, SavingOptions
 from trajstore.replay.checkpoint_writer import Taken, prune
 from trajstore.replay.exit_hooks import ExitHooks

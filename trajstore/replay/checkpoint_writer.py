@@ -20,7 +20,8 @@ from trajstore.errors import (
     RankTimeoutError,
     StorageError,
 )
-from trajstore.format.commit_record import CommitRecord, derived_id
+from trajstore.format.commit_record import CommitRecord
+from trajstore.format.ids import derived_id
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
 from trajstore.store.checkpoints import Cut

@@ -14,7 +14,7 @@ from trajstore.distributed.rank_group import World, join, rejoin
 from trajstore.distributed.redistribution import plan as plan_partitions
 from trajstore.distributed.redistribution import read_parts
 from trajstore.errors import RankError
-from trajstore.format.commit_record import first_rows as record_marks
+from trajstore.format.first_live_rows import first_rows as record_marks
 from trajstore.replay.merged_state import merged_state, shared
 from trajstore.replay.options import ReplayOptions, from_json, holding, settle_options, with_ranks
 from trajstore.sampling.rng import rank_seed

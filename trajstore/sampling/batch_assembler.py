@@ -22,7 +22,8 @@ from trajstore.errors import (
     SnapshotExpiredError,
 )
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.episode_table import EpisodeKey, EpisodeTable
+from trajstore.format.episode_table import EpisodeTable
+from trajstore.format.handles import EpisodeKey
 from trajstore.sampling.batch_plan import WHOLE, Plan, Planner
 from trajstore.sampling.compiled.selection import kernels_for
 from trajstore.sampling.episode_index import LIVE, EpisodeIndex, Rows
@@ -32,8 +33,8 @@ from trajstore.sampling.window_starts import Draw, Starts
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, Schema
 from trajstore.store.snapshot import Snapshot
+from trajstore.store.stream_reader import ChunkError, MissingChunkError
 from trajstore.writing.staging import Staging
-from trajstore.writing.stream_appender import ChunkError, MissingChunkError
 from trajstore.writing.writer import Writer
 
 _MAX_KINDS = 64  # whose sums are kept

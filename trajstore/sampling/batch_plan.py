@@ -30,8 +30,7 @@ from trajstore.sampling.episode_index import (
 )
 from trajstore.sampling.window_starts import Draw, Starts
 from trajstore.sampling.windows import Windows, relative
-from trajstore.schema import Field, Schema
-from trajstore.store.snapshot import selected_paths
+from trajstore.schema import Field, Schema, selected_paths
 
 MASKS = ("valid", "learn", "is_first", "is_last", "terminated", "truncated")
 WHOLE = (  # what a window has once, not at every step

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trajstore.errors import CorruptionError, DataError
-from trajstore.format.commit_record import is_column_name
+from trajstore.format.ids import is_column_name
 from trajstore.sampling.batch_assembler import Assembler, Kind
 from trajstore.sampling.batch_plan import RESERVED, Plan
 from trajstore.sampling.episode_index import handles_of

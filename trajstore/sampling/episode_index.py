@@ -35,8 +35,6 @@ OPEN = 8
 HEADLESS = 16
 BEGINS = 32  # its first steps are gone, and the first that is left counts as its beginning
 MARK = 128  # never set on an episode; free for telling it from 0
-
-
 LIVE = 0  # the source of rows that are in no stream yet
 
 

@@ -23,8 +23,7 @@ from trajstore.sampling.episode_index import HAS_FINAL
 from trajstore.sampling.rng import Counter
 from trajstore.sampling.window_starts import Draw
 from trajstore.sampling.windows import Windows, relative
-from trajstore.schema import Array, Schema, nest
-from trajstore.store.snapshot import selected_paths
+from trajstore.schema import Array, Schema, nest, selected_paths
 
 Strategy = Literal["future", "final", "episode", "random"]
 Outcome = Callable[[Any, Any], torch.Tensor]

@@ -28,12 +28,13 @@ from trajstore.errors import (
     StorageError,
 )
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.checkpoint_record import Checkpoint, parse, to_bytes
-from trajstore.format.commit_record import GROUP, check_count, dump_json, is_stream_id, new_id
+from trajstore.format.checkpoint_record import Checkpoint, Cut, parse, to_bytes
+from trajstore.format.commit_record import check_count
+from trajstore.format.ids import is_stream_id, new_id
+from trajstore.format.zarr_json import GROUP, dump_json
 from trajstore.schema import check_name
 from trajstore.storage import ABSENT, Put, Storage
 from trajstore.store import state_codec as states
-from trajstore.store.snapshot import Cut
 from trajstore.store.state_codec import StateArray
 
 __all__ = [

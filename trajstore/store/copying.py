@@ -13,7 +13,10 @@ from trajstore.errors import (
     SnapshotExpiredError,
     StoreExistsError,
 )
-from trajstore.format.commit_record import CommitRecord, dump_json, first_rows, is_stream_id
+from trajstore.format.commit_record import CommitRecord
+from trajstore.format.first_live_rows import first_rows
+from trajstore.format.ids import is_stream_id
+from trajstore.format.zarr_json import dump_json
 from trajstore.schema import Schema
 from trajstore.storage import Put, Storage, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints, stored_objects

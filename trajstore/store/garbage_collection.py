@@ -11,14 +11,22 @@ from typing import Any
 
 from trajstore.errors import ClosedError, SnapshotExpiredError
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.commit_record import CommitRecord, check_stream_ids, first_rows, newest_world
+from trajstore.format.commit_record import CommitRecord
+from trajstore.format.first_live_rows import first_rows, newest_world
+from trajstore.format.ids import check_stream_ids
 from trajstore.storage import Storage
 from trajstore.writing.stream_appender import remove_stream
 from trajstore.writing.writer import Writer
 
 _log = logging.getLogger(__name__)
+
+
 _WAVE_KEYS = 512  # objects deleted at a time
+
+
 _RETRY_S = 1.0  # at least so long after a failure
+
+
 _CHUNK_NAME = re.compile(r"c\.(0|[1-9][0-9]{0,17})(\.0)*\Z")
 
 

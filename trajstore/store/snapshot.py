@@ -3,64 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
-from trajstore.format.commit_record import CommitRecord, View, first_rows, is_stream_id
-from trajstore.format.episode_table import EpisodeKey, EpisodeTable
-from trajstore.format.spans import Spans, StreamSpans
-from trajstore.schema import Array, Schema, nest, widen_bfloat16
+from trajstore.format.checkpoint_record import Cut
+from trajstore.format.commit_record import CommitRecord
+from trajstore.format.episode_table import EpisodeTable
+from trajstore.format.first_live_rows import first_rows
+from trajstore.format.handles import EpisodeKey
+from trajstore.format.ids import is_stream_id
+from trajstore.format.spans import Spans, StreamSpans, span_columns
+from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
-from trajstore.writing.stream_appender import MissingChunkError, StreamReader, join_spans, span_columns
+from trajstore.store.stream_reader import MissingChunkError, StreamReader, join_spans
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """What a view shows of one stream: rows ``[first, stop)``, of its first ``spans`` spans.
-
-    Attributes:
-        first: First row.
-        stop: Row after the last.
-        spans: How many of the stream's spans.
-        text_bytes: How much of their text.
-        record: The stream's record, cut to this; None where the stream goes on and its own is to be read.
-        discarded: Episodes that are not shown, by number.
-    """
-
-    first: int
-    stop: int
-    spans: int
-    text_bytes: int
-    record: CommitRecord | None = None
-    discarded: tuple[int, ...] = ()
-
-    def of(self, record: CommitRecord) -> CommitRecord:
-        """The record of a stream that ends here: its arrays only grow, so a prefix of them is what they were.
-
-        Raises:
-            CorruptionError: The stream has less than this.
-        """
-        mine, its = (self.stop, self.spans, self.text_bytes), (record.rows, record.spans, record.text_bytes)
-        if any(n > there for n, there in zip(mine, its, strict=True)):
-            raise CorruptionError(f"stream '{record.id}' has (rows, spans, text) {its}, {mine} are wanted")
-        discarded = {_shown_as(record): self.discarded} if self.discarded else {}
-        return replace(
-            record,
-            rows=self.stop,
-            spans=self.spans,
-            text_bytes=self.text_bytes,
-            first_row=self.first,
-            is_sealed=True,
-            view=View(discarded=discarded),
-            columns={},
-            layouts={path: a for path, a in record.layouts.items() if not path.startswith("columns/")},
-        )
 
 
 class Cuts(Protocol):
@@ -202,7 +163,7 @@ class Snapshot:
         marks, discarded = first_rows(records), _discarded(records)
         cuts: dict[str, Cut] = {}
         for r in records:
-            episodes = tuple(sorted(discarded.get(_shown_as(r), ())))
+            episodes = tuple(sorted(discarded.get(r.shown_as, ())))
             cut = Cut(min(marks[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
             if cut.first < cut.stop:
                 cuts[r.id] = replace(cut, record=cut.of(r)) if r.is_sealed else cut
@@ -282,7 +243,7 @@ class Snapshot:
         parts = []
         for name, stream in self._streams.items():
             record = stream.record
-            logical = _shown_as(record)
+            logical = record.shown_as
             part = StreamSpans(
                 stream=position[logical],
                 source=position[name],
@@ -471,11 +432,6 @@ def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:
     return item[1].record.created_at, item[0]
 
 
-def _shown_as(record: CommitRecord) -> str:
-    """The stream that handles of its episodes name: another one, where it holds that one's rows in its place."""
-    return record.replaces.stream if record.replaces else record.id
-
-
 def _discarded(records: Iterable[CommitRecord]) -> dict[str, set[int]]:
     """By stream, the episodes that some session does not want shown."""
     discarded: dict[str, set[int]] = {}
@@ -483,18 +439,3 @@ def _discarded(records: Iterable[CommitRecord]) -> dict[str, set[int]]:
         for target, episodes in record.view.discarded.items():
             discarded.setdefault(target, set()).update(episodes)
     return discarded
-
-
-def selected_paths(schema: Schema, fields: Iterable[str] | None) -> list[str]:
-    """Paths of the fields that these names, of fields or groups, stand for; all of them for None."""
-    if fields is None:
-        return list(schema)
-    if isinstance(fields, str):
-        raise TypeError(f"fields: expected a list of names, got the string {fields!r}")
-    chosen: list[str] = []
-    for name in fields:
-        found = [path for path in schema if path == name or path.startswith(f"{name}/")]
-        if not found:
-            raise KeyError(f"no field {name!r}; there are {', '.join(schema)}")
-        chosen += [path for path in found if path not in chosen]
-    return chosen

@@ -9,25 +9,26 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import ClosedError, FormatError, SchemaError, StoreExistsError, StoreNotFoundError
-from trajstore.format.commit_record import (
+from trajstore.format.commit_record import CommitRecord, layouts_of
+from trajstore.format.episode_table import EpisodeTable
+from trajstore.format.handles import EpisodeKey
+from trajstore.format.ids import new_id
+from trajstore.format.zarr_json import (
     FORMAT,
     GROUP,
-    CommitRecord,
     check_checksum,
     dump_json,
     group_bytes,
-    layouts_of,
     load_json,
-    new_id,
     own_attributes,
     with_checksum,
 )
-from trajstore.format.episode_table import EpisodeKey, EpisodeTable
 from trajstore.schema import Schema, check_name
 from trajstore.storage import Storage, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints
 from trajstore.store.snapshot import Snapshot
-from trajstore.writing.writer import Writer, WriterOptions
+from trajstore.writing.options import WriterOptions
+from trajstore.writing.writer import Writer
 
 if TYPE_CHECKING:
     import zarr

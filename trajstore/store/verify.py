@@ -28,22 +28,16 @@ from trajstore.errors import (
 )
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.checkpoint_record import Checkpoint, parse
-from trajstore.format.commit_record import (
-    FORMAT,
-    ColumnState,
-    CommitRecord,
-    check_checksum,
-    first_rows,
-    is_stream_id,
-    load_json,
-    own_attributes,
-)
+from trajstore.format.commit_record import ColumnState, CommitRecord
+from trajstore.format.first_live_rows import first_rows
+from trajstore.format.ids import is_stream_id
 from trajstore.format.spans import MAX_ENV, End
+from trajstore.format.zarr_json import FORMAT, check_checksum, load_json, own_attributes
 from trajstore.schema import MAX_METADATA_BYTES, Array, Schema
 from trajstore.storage import Storage, open_storage
 from trajstore.store.checkpoints import find, parts_of, place_of, read_state
 from trajstore.store.store import Store
-from trajstore.writing.stream_appender import ChunkError, MissingChunkError, StreamReader
+from trajstore.store.stream_reader import ChunkError, MissingChunkError, StreamReader
 
 Progress = Callable[[int, int], None]  # chunks looked at, chunks in all
 Consume = Callable[[int, int, Array | None], None]  # rows from, to, and their values; None where they are damaged

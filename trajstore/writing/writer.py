@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -17,80 +16,23 @@ import numpy as np
 from trajstore.arguments import parse_bytes
 from trajstore.errors import ClosedError, DataError, StepPlacedError, TrajstoreError
 from trajstore.format.array_layout import MAX_ROWS
-from trajstore.format.commit_record import (
-    CommitRecord,
-    View,
-    check_count,
-    check_mark,
-    check_stream_ids,
-    is_column_name,
-    is_stream_id,
-    layouts_of,
-    new_id,
-)
-from trajstore.format.episode_table import EpisodeKey, Handle, Handles
+from trajstore.format.commit_record import CommitRecord, View, check_count, check_mark, layouts_of
+from trajstore.format.handles import EpisodeKey, Handle, Handles
+from trajstore.format.ids import is_column_name, is_stream_id, new_id
 from trajstore.format.spans import End, EpisodeValues, check_metadata
 from trajstore.schema import Array, Field, Schema
 from trajstore.storage import Storage
 from trajstore.writing.commit_pipeline import Follower, Observer, Pipeline
 from trajstore.writing.open_episodes import Flags, Lanes, check_ends, end_of
+from trajstore.writing.options import WriterOptions
 from trajstore.writing.staging import EndEvent, Staging
 from trajstore.writing.stream_appender import ColumnChange, StreamAppender, new_record
 from trajstore.writing.validation import Intake, Step, leading_shape
 
 _log = logging.getLogger(__name__)
-_MAX_WORLD = 256
+
+
 _TICK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class WriterOptions:
-    """How a writer behaves.
-
-    Args:
-        commit_steps: Commit in the background whenever this many steps are staged; None: not by count.
-        commit_seconds: Commit in the background at least this often; None: not by time.
-        buffer_bytes: Bound of the memory for steps that are appended and not yet durable; reaching half of it
-            commits in the background, reaching all of it makes appends wait.
-        rank: Rank of this writer, recorded with the stream.
-        world_size: Number of ranks, recorded with the stream.
-        world: Name of the set of sessions that this one belongs to; None: of no set.
-        checkpoint: Id of the checkpoint that this set of sessions started from.
-        dead: Ids of streams whose writers this session declares dead; their open episodes read as cut.
-    """
-
-    commit_steps: int | None = None
-    commit_seconds: float | None = 10.0
-    buffer_bytes: int | str = "256MiB"
-    rank: int | None = None
-    world_size: int | None = None
-    world: str | None = None
-    checkpoint: str | None = None
-    dead: Collection[str] = ()
-
-    def __post_init__(self) -> None:
-        for name, low in (("commit_steps", 1), ("rank", 0), ("world_size", 0)):
-            value = getattr(self, name)
-            if value is not None and not (type(value) is int and low <= value < 1 << 62):
-                raise ValueError(f"{name}: expected an integer of at least {low} or None, got {value!r}")
-        if self.commit_seconds is not None and not self.commit_seconds > 0:
-            raise ValueError(f"commit_seconds: expected a positive number or None, got {self.commit_seconds!r}")
-        parse_bytes(self.buffer_bytes, "buffer_bytes")
-        self._check_lineage()
-
-    def _check_lineage(self) -> None:
-        if self.world is not None and not _is_text(self.world):
-            raise ValueError(
-                f"world: expected text of 1 to {_MAX_WORLD} characters or None, got {self.world!r:.80}"
-            )
-        # Ids of checkpoints are made as those of streams are.
-        if self.checkpoint is not None and not (isinstance(self.checkpoint, str) and is_stream_id(self.checkpoint)):
-            raise ValueError(f"checkpoint: expected the id of a checkpoint or None, got {self.checkpoint!r:.80}")
-        check_stream_ids(self.dead, "dead")
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and 1 <= len(value) <= _MAX_WORLD and value.isprintable()
 
 
 class Writer:

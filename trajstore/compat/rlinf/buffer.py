@@ -27,7 +27,7 @@ from trajstore.compat.rlinf.rows import Rows, sampling, to_batch, to_rows
 from trajstore.compat.rlinf.stored import StoredTrajectories, ledger_of
 from trajstore.compat.rlinf.trajectory import Trajectory, check_alike, get_model_weights_id
 from trajstore.errors import ClosedError, DataError, NotReadyError, StoreNotFoundError
-from trajstore.format.episode_table import EpisodeKey
+from trajstore.format.handles import EpisodeKey
 from trajstore.replay.buffer import ReplayBuffer as Buffer
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Schema, nest

@@ -13,7 +13,7 @@ from trajstore.compat.rlinf.ledger import Held, Ledger
 from trajstore.compat.rlinf.rows import COLUMNS, rows_of, sampling, to_trajectory
 from trajstore.compat.rlinf.trajectory import Trajectory
 from trajstore.errors import DataError
-from trajstore.format.episode_table import EpisodeKey
+from trajstore.format.handles import EpisodeKey
 from trajstore.replay.buffer import ReplayBuffer
 from trajstore.sampling.reader import Reader
 from trajstore.store.store import Store

@@ -14,7 +14,8 @@ from trajstore.compat.torchrl.layout import HEADER, Layout, Leaves, torch_dtype
 from trajstore.compat.torchrl.past import Past
 from trajstore.compat.torchrl.slots import SET, Slots
 from trajstore.errors import DataError
-from trajstore.format.commit_record import CommitRecord, first_rows
+from trajstore.format.commit_record import CommitRecord
+from trajstore.format.first_live_rows import first_rows
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, flatten, nest

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from trajstore.compat.torchrl.layout import HEADER, Leaves, torch_dtype
-from trajstore.format.commit_record import first_rows
+from trajstore.format.first_live_rows import first_rows
 from trajstore.schema import Array, Field
 from trajstore.store.snapshot import Snapshot
-from trajstore.writing.stream_appender import StreamReader
+from trajstore.store.stream_reader import StreamReader
 
 _SESSION = re.compile(r"session-(\d+)\Z")
 _BLOCK_BYTES = 64 << 20

@@ -18,8 +18,7 @@ from trajstore.datasets.fields import check_skip, field_of, is_skipped
 from trajstore.datasets.plain import plain
 from trajstore.datasets.ports import Episode
 from trajstore.errors import EpisodeNotFoundError, FormatError
-from trajstore.schema import Array, Field, Schema, nest
-from trajstore.store.snapshot import selected_paths
+from trajstore.schema import Array, Field, Schema, nest, selected_paths
 
 _MOVED = "_temp"  # what diffusion_policy calls an array while it chunks it anew
 

@@ -1,0 +1,61 @@
+"""Options of a writer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from trajstore.arguments import parse_bytes
+from trajstore.format.ids import check_stream_ids, is_stream_id
+
+_MAX_WORLD = 256
+
+
+@dataclass(frozen=True, slots=True)
+class WriterOptions:
+    """How a writer behaves.
+
+    Args:
+        commit_steps: Commit in the background whenever this many steps are staged; None: not by count.
+        commit_seconds: Commit in the background at least this often; None: not by time.
+        buffer_bytes: Bound of the memory for steps that are appended and not yet durable; reaching half of it
+            commits in the background, reaching all of it makes appends wait.
+        rank: Rank of this writer, recorded with the stream.
+        world_size: Number of ranks, recorded with the stream.
+        world: Name of the set of sessions that this one belongs to; None: of no set.
+        checkpoint: Id of the checkpoint that this set of sessions started from.
+        dead: Ids of streams whose writers this session declares dead; their open episodes read as cut.
+    """
+
+    commit_steps: int | None = None
+    commit_seconds: float | None = 10.0
+    buffer_bytes: int | str = "256MiB"
+    rank: int | None = None
+    world_size: int | None = None
+    world: str | None = None
+    checkpoint: str | None = None
+    dead: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        for name, low in (("commit_steps", 1), ("rank", 0), ("world_size", 0)):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and low <= value < 1 << 62):
+                raise ValueError(f"{name}: expected an integer of at least {low} or None, got {value!r}")
+        if self.commit_seconds is not None and not self.commit_seconds > 0:
+            raise ValueError(f"commit_seconds: expected a positive number or None, got {self.commit_seconds!r}")
+        parse_bytes(self.buffer_bytes, "buffer_bytes")
+        self._check_lineage()
+
+    def _check_lineage(self) -> None:
+        if self.world is not None and not _is_text(self.world):
+            raise ValueError(
+                f"world: expected text of 1 to {_MAX_WORLD} characters or None, got {self.world!r:.80}"
+            )
+        # Ids of checkpoints are made as those of streams are.
+        if self.checkpoint is not None and not (isinstance(self.checkpoint, str) and is_stream_id(self.checkpoint)):
+            raise ValueError(f"checkpoint: expected the id of a checkpoint or None, got {self.checkpoint!r:.80}")
+        check_stream_ids(self.dead, "dead")
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= _MAX_WORLD and value.isprintable()
