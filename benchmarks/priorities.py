@@ -12,7 +12,7 @@ import torch
 from _harness import Case, Report, arguments, scratch, stopwatch
 
 import trajstore
-from trajstore.sampling.rng import Counter
+from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.sum_tree import SumTree
 
 BATCH = 256
@@ -27,7 +27,7 @@ def mass(n: int, seed: int = 0) -> torch.Tensor:
 
 
 def ours(n: int, **options: Any) -> Step:
-    tree, rng, new = SumTree(CPU, **options), Counter(1), [mass(BATCH, seed) for seed in range(16)]
+    tree, rng, new = SumTree(CPU, **options), CounterRng(1), [mass(BATCH, seed) for seed in range(16)]
     tree.rebuild(mass(n))
 
     def step(i: int) -> None:
@@ -82,7 +82,7 @@ def saving(report: Report, n: int) -> None:
 
 def ours_weighted(n: int) -> Step:
     """As the peers do: weights for importance sampling too, relative to the largest."""
-    tree, rng, new = SumTree(CPU, with_min=True), Counter(1), [mass(BATCH, seed) for seed in range(16)]
+    tree, rng, new = SumTree(CPU, with_min=True), CounterRng(1), [mass(BATCH, seed) for seed in range(16)]
     tree.rebuild(mass(n))
 
     def step(i: int) -> torch.Tensor:

@@ -22,11 +22,11 @@ from _atari import GAMES, stacked
 from _harness import Case, Report, arguments, stopwatch
 
 import trajstore
-from trajstore.format.spans import SPAN_FLOATS, SPAN_INTS, End, Spans, StreamSpans
-from trajstore.sampling.compiled.selection import kernels_for
+from trajstore.format.spans import SPAN_FLOATS, SPAN_INTS, End, Spans, VisibleSpans
+from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.episode_index import EpisodeIndex
-from trajstore.sampling.rng import Counter
-from trajstore.sampling.window_starts import Starts
+from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.window_starts import WindowStarts
 
 BATCH, LENGTH = 256, 32
 WINDOWS = trajstore.Windows(length=LENGTH)
@@ -371,7 +371,7 @@ def index_of(n_episodes: int, n_steps: int) -> EpisodeIndex:
     for name, column in values.items():
         ints[:, SPAN_INTS.index(name)] = column
     spans = Spans(ints, np.zeros((n_episodes, len(SPAN_FLOATS))))
-    part = StreamSpans(0, 0, spans, (SPAN_INTS, SPAN_FLOATS), first_row=0, is_finished=True)
+    part = VisibleSpans(0, 0, spans, (SPAN_INTS, SPAN_FLOATS), first_row=0, is_finished=True)
     index = EpisodeIndex(torch.device("cpu"))
     index.update(
         SimpleNamespace(names=("none",), streams=(SimpleNamespace(id="none", rank=None),), parts=lambda: [part])
@@ -383,9 +383,9 @@ def draws(report: Report, sizes: tuple[int, int], n: int, rounds: int) -> None:
     cases = []
     for n_episodes in sizes:
         index, label = index_of(n_episodes, 1000), f"{n_episodes:,} episodes of 1,000 steps"
-        starts = Starts(index, WINDOWS, False, kernels=kernels_for(index.device, compiled=True))
+        starts = WindowStarts(index, WINDOWS, False, kernels=compiled_loops(index.device, compiled=True))
         starts.update()
-        draw = partial(starts.draw, N_DRAWN, Counter(0))
+        draw = partial(starts.draw, N_DRAWN, CounterRng(0))
         cases.append(case(f"draw, {label}", f"{N_DRAWN:,} windows drawn, nothing read", draw, n))
         spans = index.span_nbytes
         each = {"bytes_an_episode": (index.nbytes - spans) / n_episodes, "bytes_a_span": spans / n_episodes}

@@ -18,9 +18,9 @@ import trajstore
 from tests.sampling.test_batch_iterator import FIELDS, open_store, write
 from tests.support.sharding import mark, pack, read_record
 from trajstore import CorruptionError, Field, Reader, Schema, SnapshotExpiredError, Store, Windows
-from trajstore.cache.chunk_cache import ChunkCache, Wanted
-from trajstore.cache.compressed_tier import HostTier
-from trajstore.format.commit_record import View
+from trajstore.cache.chunk_cache import ChunkCache, RowRequest
+from trajstore.cache.compressed_tier import CompressedTier
+from trajstore.format.commit_record import SessionView
 
 OBS_PAGE, ACTION_PAGE = 4 * 16, 8 * 8
 
@@ -281,7 +281,7 @@ def test_the_host_tier_can_be_turned_off() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 40), st.sampled_from(["put", "get", "drop"]))))
 def test_the_host_tier_is_a_least_recently_used_cache(actions: list[tuple[int, int, str]]) -> None:
-    tier, model, budget = HostTier(60), dict[int, bytes](), 60
+    tier, model, budget = CompressedTier(60), dict[int, bytes](), 60
     for key, size, action in actions:
         name = ("s", "p", key)
         if action == "put" and size <= budget:
@@ -304,11 +304,11 @@ def test_the_host_tier_is_a_least_recently_used_cache(actions: list[tuple[int, i
 
 
 def live_cache(store: Store, budget: int, live_rows: int, compiled: bool) -> ChunkCache:
-    from trajstore.sampling.compiled.selection import kernels_for
+    from trajstore.sampling.compiled.selection import compiled_loops
 
     device, snapshot = torch.device("cpu"), store.snapshot
     assert snapshot.schema is not None
-    kernels = kernels_for(device, compiled)
+    kernels = compiled_loops(device, compiled)
     cache = ChunkCache(snapshot.schema, device, budget, 0, snapshot.storage, live_rows=live_rows, kernels=kernels)
     cache.set_sources(snapshot.readers)
     return cache
@@ -316,7 +316,7 @@ def live_cache(store: Store, budget: int, live_rows: int, compiled: bool) -> Chu
 
 def gathered(cache: ChunkCache, source: list[int], row: list[int]) -> dict[str, torch.Tensor]:
     rows, sources = torch.tensor(row, dtype=torch.int64)[None], torch.tensor(source, dtype=torch.int32)[None]
-    return cache.gather({path: Wanted(path, sources, rows) for path in FIELDS}, {})
+    return cache.gather({path: RowRequest(path, sources, rows) for path in FIELDS}, {})
 
 
 def test_rows_of_a_page_that_is_not_there_are_an_error_and_not_what_lies_beside() -> None:
@@ -538,7 +538,7 @@ def evict(root: Path, stream: str, first_row: int) -> None:
     writer.append({"obs": np.zeros(2, np.int64), "action": 0})
     writer.abort_episode()
     writer.close()
-    view = View(first_rows={stream: first_row}, discarded={writer.stream: (0,)})
+    view = SessionView(first_rows={stream: first_row}, discarded={writer.stream: (0,)})
     mark(root, read_record(root, writer.stream), view=view)
 
 

@@ -41,7 +41,7 @@ from tests.support.rank_threads import (
     walk,
 )
 from trajstore import CheckpointNotFoundError, RankError, RankTimeoutError, ReplayBuffer, StorageError
-from trajstore.replay.checkpoint_schedule import Saver
+from trajstore.replay.checkpoint_schedule import CheckpointSchedule
 from trajstore.store import checkpoints
 from trajstore.store.verify import verify
 
@@ -190,9 +190,9 @@ def test_the_clock_takes_checkpoints_of_all_ranks_and_keeps_the_last(team: Open)
 def test_a_rank_that_starts_late_takes_part_in_what_was_announced_meanwhile(
     team: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, is_announced = Saver.start, threading.Event()
+    start, is_announced = CheckpointSchedule.start, threading.Event()
 
-    def late(saver: Saver, **options: Any) -> None:
+    def late(saver: CheckpointSchedule, **options: Any) -> None:
         assert saver._world.is_leader or is_announced.wait(HANG_S)
         start(saver, **options)
         if saver._world.is_leader:
@@ -200,7 +200,7 @@ def test_a_rank_that_starts_late_takes_part_in_what_was_announced_meanwhile(
             eventually(lambda: saver._world.read("announce"))
             is_announced.set()
 
-    monkeypatch.setattr(Saver, "start", late)
+    monkeypatch.setattr(CheckpointSchedule, "start", late)
     one = team(2, rank_timeout_s=5.0)
     found = eventually(lambda: published(one.url) or (one.buffers[0].stats() and None))
     assert [c.name for c in found] == ["early"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trajstore.distributed import partitions
 from trajstore.distributed.partitions import CAUSES, PartitionReport, Partitions, causes, deal, fates, least_loaded
 from trajstore.format.spans import End
-from trajstore.sampling.compiled.selection import kernels_for
+from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.episode_index import GONE
 from trajstore.schema import Array
 
@@ -126,7 +126,7 @@ def test_episodes_without_steps_are_dealt_out_as_well(lengths: list[int], n: int
     n=st.integers(1, 40),
 )
 def test_the_compiled_loop_and_the_heap_do_the_same(lengths: list[int], n: int) -> None:
-    kernels = kernels_for(torch.device("cpu"), True, "partition_loops")
+    kernels = compiled_loops(torch.device("cpu"), True, "partition_loops")
     if kernels is None:
         pytest.skip("there are no compiled loops here")
     given_lengths = np.array(lengths, np.int64)
@@ -144,7 +144,7 @@ def test_with_very_many_ranks_the_split_is_the_same_as_with_the_loop(monkeypatch
 def test_without_compiled_loops_the_split_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = np.random.default_rng(1).integers(1, 50, 500)
     compiled = deal(lengths, 7)
-    monkeypatch.setattr(partitions, "kernels_for", lambda *_: None)
+    monkeypatch.setattr(partitions, "compiled_loops", lambda *_: None)
     assert np.array_equal(deal(lengths, 7), compiled)
 
 

@@ -51,16 +51,16 @@ from trajstore import (
     SchemaError,
     StorageError,
 )
-from trajstore.distributed.rank_group import World, check_ranks, join, list_worlds, put_world, read_world
+from trajstore.distributed.rank_group import RankGroup, check_ranks, join_group, list_worlds, put_world, read_world
 from trajstore.distributed.rank_notes import (
-    StorageBoard,
-    TorchBoard,
+    StoreNotes,
+    TorchNotes,
     member_bytes,
     member_key,
     read_member,
     world_key,
 )
-from trajstore.format.zarr_json import FORMAT, GROUP, dump_json
+from trajstore.format.zarr_json import FORMAT, GROUP, to_json_bytes
 
 SHORT_S = 0.3  # of waits for ranks that do not come
 
@@ -81,8 +81,8 @@ def opened(url: str, rank: int, size: int, **options: Any) -> ReplayBuffer:
     return ReplayBuffer(url, rank=rank, world_size=size, **OPTIONS | options)
 
 
-def joined(url: str, rank: int, size: int, timeout_s: float = 20.0, checkpoint: str | None = None) -> World:
-    return join(real_storage(url), rank, size, checkpoint=checkpoint, timeout_s=timeout_s)
+def joined(url: str, rank: int, size: int, timeout_s: float = 20.0, checkpoint: str | None = None) -> RankGroup:
+    return join_group(real_storage(url), rank, size, checkpoint=checkpoint, timeout_s=timeout_s)
 
 
 def dead_world(url: str, size: int, *ranks: int, checkpoint: str | None = None, age_s: float = 1.0) -> str:
@@ -115,12 +115,12 @@ def assert_usable(url: str, size: int = 2) -> None:
 
 
 def storage_boards(url: str, n: int) -> list[Any]:
-    return [StorageBoard(real_storage(url), "world-" + "0" * 26, rank, f"{rank:032x}") for rank in range(n)]
+    return [StoreNotes(real_storage(url), "world-" + "0" * 26, rank, f"{rank:032x}") for rank in range(n)]
 
 
 def torch_boards(url: str, n: int) -> list[Any]:
     shared = distributed.HashStore()
-    return [TorchBoard(shared, rank) for rank in range(n)]
+    return [TorchNotes(shared, rank) for rank in range(n)]
 
 
 BOARDS = pytest.mark.parametrize("make", [storage_boards, torch_boards], ids=["store", "torch"])
@@ -166,7 +166,7 @@ class HoldFirstPut(Plan):
 
 def test_notes_that_threads_of_a_rank_post_at_the_same_time_are_all_kept(store: str) -> None:
     plan = HoldFirstPut()
-    board = StorageBoard(FaultyStorage(real_storage(store), plan), "world-" + "0" * 26, 0, "0" * 32)
+    board = StoreNotes(FaultyStorage(real_storage(store), plan), "world-" + "0" * 26, 0, "0" * 32)
     first = begin([0], lambda _: board.post("announce", 1))
     assert plan.is_held.wait(HANG_S)
     second = begin([1], lambda _: board.post("part", 2))
@@ -182,7 +182,7 @@ def test_notes_that_threads_of_a_rank_post_at_the_same_time_are_all_kept(store: 
 
 def test_a_note_that_could_not_be_stored_does_not_appear_with_a_later_one(store: str) -> None:
     storage = FaultyStorage(real_storage(store))
-    board = StorageBoard(storage, "world-" + "0" * 26, 0, "0" * 32)
+    board = StoreNotes(storage, "world-" + "0" * 26, 0, "0" * 32)
     key = "worlds/world/0/zarr.json"
     storage.plan = AtSite(Site("put", key, 0), is_after=False, error=broken)
     with pytest.raises(StorageError):
@@ -232,7 +232,7 @@ def test_the_order_of_arrival_does_not_matter(store: str, order: tuple[int, ...]
     gates = [threading.Event() for _ in range(4)]
     gates[0].set()
 
-    def join_in_turn(rank: int) -> World:
+    def join_in_turn(rank: int) -> RankGroup:
         turn = order.index(rank)
         assert gates[turn].wait(HANG_S)
         threading.Timer(0.06, gates[turn + 1].set).start()
@@ -264,7 +264,7 @@ def test_what_earlier_launches_left_behind_holds_nobody_up(
     time.sleep(0.08)
     begun |= begin([rank for rank in range(3) if rank != first], lambda rank: joined(store, rank, 3))
     worlds = ended(begun)
-    assert all(isinstance(world, World) for world in worlds.values()), worlds
+    assert all(isinstance(world, RankGroup) for world in worlds.values()), worlds
     assert len({world.id for world in worlds.values()}) == 1
     assert worlds[0].id not in old
 
@@ -272,7 +272,7 @@ def test_what_earlier_launches_left_behind_holds_nobody_up(
 def test_what_a_launch_left_whose_clock_was_ahead_holds_nobody_up(store: str) -> None:
     dead_world(store, 2, 0, age_s=-3600.0)
     worlds = outcomes(2, lambda rank: joined(store, rank, 2, timeout_s=3.0))
-    assert all(isinstance(world, World) for world in worlds.values()), worlds
+    assert all(isinstance(world, RankGroup) for world in worlds.values()), worlds
 
 
 def test_a_relaunch_right_after_a_crash_works(team: Open) -> None:
@@ -301,7 +301,7 @@ def test_a_rank_1_that_is_there_twice_is_told_so(store: str) -> None:
     time.sleep(0.1)
     begun |= begin([0], lambda i: joined(store, 0, 2, timeout_s=2.0))
     worlds = ended(begun)
-    assert isinstance(worlds[0], World)
+    assert isinstance(worlds[0], RankGroup)
     failed = [worlds[i] for i in (1, 2) if isinstance(worlds[i], Exception)]
     assert len(failed) == 1
     assert isinstance(failed[0], RankTimeoutError)
@@ -316,8 +316,8 @@ def test_a_rank_0_that_is_there_twice_is_told_so(store: str) -> None:
     time.sleep(0.1)
     begun |= begin([1], lambda _: joined(store, 1, 2, timeout_s=1.0))
     worlds = ended(begun)
-    assert isinstance(worlds[10], World)
-    assert isinstance(worlds[1], World)
+    assert isinstance(worlds[10], RankGroup)
+    assert isinstance(worlds[1], RankGroup)
     assert worlds[1].id == worlds[10].id
     assert isinstance(worlds[0], RankTimeoutError)
     assert "rank 0" in str(worlds[0])
@@ -490,7 +490,7 @@ def test_torch_is_refused_as_a_way_where_it_is_not_in_use(url: str) -> None:
 
 def test_a_note_of_a_rank_that_disagrees_is_shortened_in_the_error(store: str) -> None:
     boards = torch_boards(store, 2)
-    worlds = [World("w", rank, 2, boards[rank], 5.0) for rank in range(2)]
+    worlds = [RankGroup("w", rank, 2, boards[rank], 5.0) for rank in range(2)]
     failed = outcomes(2, lambda rank: worlds[rank].agree("hello", {"thing": str(rank) * 100_000}))
     for failure in failed.values():
         assert isinstance(failure, RankError)
@@ -499,7 +499,7 @@ def test_a_note_of_a_rank_that_disagrees_is_shortened_in_the_error(store: str) -
 
 def test_a_rank_that_closes_while_others_still_wait_for_a_note_of_it_is_not_waited_for(store: str) -> None:
     boards = storage_boards(store, 2)
-    worlds = [World("w", rank, 2, boards[rank], HANG_S * 10) for rank in range(2)]
+    worlds = [RankGroup("w", rank, 2, boards[rank], HANG_S * 10) for rank in range(2)]
     begun = begin([0], lambda _: worlds[0].gather("part", 1))
     worlds[1].leave()
     failure = ended(begun)[0]
@@ -513,7 +513,7 @@ def test_a_rank_that_closes_while_others_still_wait_for_a_note_of_it_is_not_wait
 
 
 def group(own: Any) -> bytes:
-    return dump_json(GROUP | {"attributes": {"trajstore": own}})
+    return to_json_bytes(GROUP | {"attributes": {"trajstore": own}})
 
 
 def member(notes: Any, nonce: Any = "0" * 32) -> bytes:
@@ -536,7 +536,7 @@ HOSTILE_WORLDS = {
 HOSTILE_MEMBERS = {
     "empty": b"",
     "not JSON": b"\x80\x04\x95cposix\nsystem\n",
-    "an array": dump_json({"zarr_format": 3, "node_type": "array", "attributes": {}}),
+    "an array": to_json_bytes({"zarr_format": 3, "node_type": "array", "attributes": {}}),
     "no notes": group({"format": FORMAT, "kind": "member", "nonce": "0"}),
     "notes that are a list": member([]),
     "a number as nonce": member({}, 7),

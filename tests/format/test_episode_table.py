@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import trajstore
 from trajstore import DataError, EpisodeKey, EpisodeNotFoundError, Field, Schema, Store, Writer
 from trajstore.format.episode_table import EpisodeTable
-from trajstore.format.spans import END_LABELS, Spans, StreamSpans, float_columns, int_columns
+from trajstore.format.spans import END_LABELS, Spans, VisibleSpans, float_columns, int_columns
 from trajstore.testing import strategies as ours
 
 COLUMNS = Schema(
@@ -385,7 +385,7 @@ def table_from(found: list[Part]) -> EpisodeTable:
         floats = np.zeros((len(ints), len(float_columns(NO_COLUMNS))))
         columns = (int_columns(NO_COLUMNS), float_columns(NO_COLUMNS))
         blocks.append(
-            StreamSpans(
+            VisibleSpans(
                 i, i, Spans(ints, floats), columns, part.first_row, part.is_finished, discarded=part.discarded
             )
         )

@@ -26,7 +26,7 @@ import trajstore
 from tests.conftest import Place
 from tests.support.sharding import mark, pack, read_record, rewrite, sharded, stream_arrays
 from trajstore import CorruptionError, Field, Schema, SnapshotExpiredError, Store, Writer
-from trajstore.format.commit_record import View, layouts_of
+from trajstore.format.commit_record import SessionView, stream_layouts
 from trajstore.schema import as_array, flatten
 from trajstore.testing import strategies as ours
 from trajstore.testing.model import assert_same_bits, stored_as
@@ -278,7 +278,7 @@ def test_store_zarr_group_is_the_same_hierarchy(live: tuple[Place, Store, Writer
 def test_our_metadata_is_what_zarr_would_write(
     schema: Schema, rows: int, chunks_per_shard: int | None, index_at_start: bool
 ) -> None:
-    for layout in sharded(layouts_of(schema), chunks_per_shard, index_at_start).values():
+    for layout in sharded(stream_layouts(schema), chunks_per_shard, index_at_start).values():
         ours_json = layout.metadata(rows)
         parsed = ArrayV3Metadata.from_dict(json.loads(json.dumps(ours_json)))
         theirs = json.loads(parsed.to_buffer_dict(default_buffer_prototype())["zarr.json"].to_bytes())
@@ -435,7 +435,7 @@ def test_zarr_walks_a_store_with_a_packed_copy(root: Path) -> None:
 def marked(root: Path) -> Callable[..., tuple[Store, str, list[dict[str, Array]]]]:
     """A stream of three episodes, and a later empty session whose record holds the given view."""
 
-    def make(view: Callable[[str], View], **changes: Any) -> tuple[Store, str, list[dict[str, Array]]]:
+    def make(view: Callable[[str], SessionView], **changes: Any) -> tuple[Store, str, list[dict[str, Array]]]:
         store, stream, written = plain_store(root)
         add_session(root, view(stream), **changes)
         store.refresh()
@@ -444,7 +444,7 @@ def marked(root: Path) -> Callable[..., tuple[Store, str, list[dict[str, Array]]
     return make
 
 
-def add_session(root: Path, view: View, **changes: Any) -> str:
+def add_session(root: Path, view: SessionView, **changes: Any) -> str:
     """A session that has committed one empty, aborted and discarded episode, and holds this view."""
     writer = trajstore.open(root, fsync=False).writer("session")
     writer.append({path: values[0] for path, values in episode(0).items()})
@@ -461,27 +461,27 @@ def add_session(root: Path, view: View, **changes: Any) -> str:
 
 
 def test_rows_below_the_first_row_mark_do_not_exist(marked: Callable[..., Any]) -> None:
-    store, stream, written = marked(lambda s: View(first_rows={s: 8}))
+    store, stream, written = marked(lambda s: SessionView(first_rows={s: 8}))
     assert [store.episodes.key(i) for i in range(len(store))] == [(stream, 1), (stream, 2)]
     headless = {path: values[2:] for path, values in written[1].items()}
     assert_shows(store, stream, {1: headless, 2: written[2]})
 
 
 def test_an_episode_without_its_first_steps_is_flagged(marked: Callable[..., Any]) -> None:
-    store, _, _ = marked(lambda s: View(first_rows={s: 8}))
+    store, _, _ = marked(lambda s: SessionView(first_rows={s: 8}))
     assert store.episodes["is_headless"].tolist() == [True, False]
     assert store.episodes["length"].tolist() == [3, 5]
     assert [store.episodes.spans(i)[0].t_start for i in range(2)] == [2, 0]
 
 
 def test_a_mark_on_an_episodes_bound_evicts_it_and_spares_the_next(marked: Callable[..., Any]) -> None:
-    store, stream, written = marked(lambda s: View(first_rows={s: ROWS}))
+    store, stream, written = marked(lambda s: SessionView(first_rows={s: ROWS}))
     assert_shows(store, stream, {1: written[1], 2: written[2]})
     assert store.episodes["is_headless"].tolist() == [False, False]
 
 
 def test_a_mark_past_the_last_row_leaves_nothing(marked: Callable[..., Any]) -> None:
-    store, _, _ = marked(lambda s: View(first_rows={s: 3 * ROWS}))
+    store, _, _ = marked(lambda s: SessionView(first_rows={s: 3 * ROWS}))
     assert len(store) == 0
 
 
@@ -492,26 +492,26 @@ def test_a_streams_own_first_row_evicts_too(root: Path) -> None:
 
 
 def test_the_lowest_mark_of_a_world_counts(marked: Callable[..., Any], root: Path) -> None:
-    store, stream, written = marked(lambda s: View(first_rows={s: 2 * ROWS}), world="w")
-    add_session(root, View(first_rows={stream: ROWS}), world="w")
+    store, stream, written = marked(lambda s: SessionView(first_rows={s: 2 * ROWS}), world="w")
+    add_session(root, SessionView(first_rows={stream: ROWS}), world="w")
     store.refresh()
     assert_shows(store, stream, {1: written[1], 2: written[2]})
 
 
 def test_marks_of_an_older_world_do_not_count(marked: Callable[..., Any], root: Path) -> None:
-    store, stream, written = marked(lambda s: View(first_rows={s: 2 * ROWS}), world="old")
-    add_session(root, View(), world="new")
+    store, stream, written = marked(lambda s: SessionView(first_rows={s: 2 * ROWS}), world="old")
+    add_session(root, SessionView(), world="new")
     store.refresh()
     assert_shows(store, stream, dict(enumerate(written)))
 
 
 def test_discarded_episodes_are_hidden(marked: Callable[..., Any]) -> None:
-    store, stream, written = marked(lambda s: View(discarded={s: (1,)}))
+    store, stream, written = marked(lambda s: SessionView(discarded={s: (1,)}))
     assert_shows(store, stream, {0: written[0], 2: written[2]})
 
 
 def test_discarded_episodes_stay_hidden_in_a_packed_copy(marked: Callable[..., Any], root: Path) -> None:
-    store, stream, written = marked(lambda s: View(discarded={s: (1,)}))
+    store, stream, written = marked(lambda s: SessionView(discarded={s: (1,)}))
     pack(root, stream, 0, 3 * ROWS)
     store.refresh()
     assert_shows(store, stream, {0: written[0], 2: written[2]})
@@ -523,7 +523,7 @@ def test_open_episodes_of_a_writer_declared_dead_are_cut(root: Path) -> None:
     writer.append({path: values[0] for path, values in episode(0).items()})
     writer.commit()
     assert store.refresh().episodes["end"].tolist() == ["open"]
-    add_session(root, View(dead=(writer.stream,)))
+    add_session(root, SessionView(dead=(writer.stream,)))
     assert store.refresh().episodes["end"].tolist() == ["cut"]
     writer.discard()
 
@@ -534,7 +534,7 @@ def test_open_episodes_of_a_writer_declared_dead_are_cut(root: Path) -> None:
 def test_a_snapshot_older_than_an_eviction_says_that_it_expired(root: Path) -> None:
     store, stream, _ = plain_store(root)
     old = store.snapshot
-    add_session(root, View(first_rows={stream: 8}))
+    add_session(root, SessionView(first_rows={stream: 8}))
     files = chunk_files(root, stream, "steps/observation")
     for index in (0, 1):
         files[index].unlink()
@@ -546,7 +546,7 @@ def test_a_snapshot_older_than_an_eviction_says_that_it_expired(root: Path) -> N
 
 def test_a_snapshot_taken_after_an_eviction_reads_what_is_left(root: Path) -> None:
     store, stream, written = plain_store(root)
-    add_session(root, View(first_rows={stream: 8}))
+    add_session(root, SessionView(first_rows={stream: 8}))
     for path in PLAIN:
         n = PLAIN[path].chunk_rows or 1
         for index, file in chunk_files(root, stream, f"steps/{path}").items():
@@ -584,7 +584,7 @@ def test_a_lost_chunk_of_spans_is_corruption(root: Path) -> None:
 
 def test_a_chunk_lost_above_the_mark_is_corruption(root: Path) -> None:
     store, stream, _ = plain_store(root)
-    add_session(root, View(first_rows={stream: 8}))
+    add_session(root, SessionView(first_rows={stream: 8}))
     chunk_files(root, stream, "steps/observation")[4].unlink()
     with pytest.raises(CorruptionError, match="chunk 4"):
         store.snapshot.read_episode(2)

@@ -17,8 +17,8 @@ import trajstore
 from tests.sampling.test_reader import chi_square
 from tests.support.sharding import mark, pack, read_record
 from trajstore import DataError, Field, Reader, Schema, Store, Windows
-from trajstore.format.commit_record import View
-from trajstore.sampling.rng import Counter
+from trajstore.format.commit_record import SessionView
+from trajstore.sampling.rng import CounterRng
 from trajstore.schema import Array
 from trajstore.writing.writer import Writer
 
@@ -195,14 +195,14 @@ def test_resuming_shows_everything_once(tmp_path: Path) -> None:
     assert sorted(found) == [(k, t) for k, n in enumerate((3, 4, 5)) for t in range(n)]
 
 
-def forget(root: Path, view: View) -> None:
+def forget(root: Path, view: SessionView) -> None:
     """What a later session says about older streams."""
     writer = trajstore.open(root, fsync=False).writer("session")
     writer.append(step(0, 0))
     writer.abort_episode()
     writer.close()
     own = {**view.discarded, writer.stream: (0,)}
-    mark(root, read_record(root, writer.stream), view=View(view.first_rows, own, view.dead))
+    mark(root, read_record(root, writer.stream), view=SessionView(view.first_rows, own, view.dead))
 
 
 @pytest.mark.parametrize("kind", ["first rows", "discarded"])
@@ -213,7 +213,10 @@ def test_an_episode_is_found_by_name_also_after_a_gap(tmp_path: Path, kind: str)
     store.refresh()
     reader = Reader(store)
     stream = writer.stream
-    forget(tmp_path, View(first_rows={stream: 4}) if kind == "first rows" else View(discarded={stream: (0,)}))
+    forget(
+        tmp_path,
+        SessionView(first_rows={stream: 4}) if kind == "first rows" else SessionView(discarded={stream: (0,)}),
+    )
     reader.refresh()
     batch = reader.at(torch.tensor([[0, 2, 1], [0, 3, 0], [0, 1, 3]]), Windows())
     assert batch["obs"][:, 0].tolist() == [[2, 1], [3, 0], [1, 3]]
@@ -232,7 +235,7 @@ def test_steps_are_counted_in_64_bits() -> None:
     for counts in (index.logical, index.step_sums, index.span_logical, index.span_row, index.t_base, index.episode):
         assert counts.host.dtype == np.int64
     assert starts.sums.dtype == np.int64
-    drawn = Counter(1).below(1000, 1 << 41, torch.device("cpu"))
+    drawn = CounterRng(1).below(1000, 1 << 41, torch.device("cpu"))
     assert drawn.min() >= 0
     assert (1 << 40) < drawn.max() < (1 << 41)
     spec = Windows(length=3, boundary="pad_both", stride=2)

@@ -20,7 +20,7 @@ from tests.sampling.test_reader import chi_square, small_store
 from tests.support.sharding import mark, read_record
 from trajstore import BatchDataset, Field, Reader, Ring, Schema, Store, WindowDataset, Windows
 from trajstore.errors import ClosedError, CorruptionError
-from trajstore.format.commit_record import View
+from trajstore.format.commit_record import SessionView
 from trajstore.sampling.outputs import flat_outputs
 from trajstore.sampling.permutation import Permutation
 from trajstore.schema import Array
@@ -60,7 +60,7 @@ def evict(root: Path, stream: str, first_row: int) -> None:
     writer.append({"obs": np.zeros(2, np.int64), "action": 0})
     writer.abort_episode()
     writer.close()
-    view = View(first_rows={stream: first_row}, discarded={writer.stream: (0,)})
+    view = SessionView(first_rows={stream: first_row}, discarded={writer.stream: (0,)})
     mark(root, read_record(root, writer.stream), view=view)
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 import trajstore
 from tests.sampling.test_reader import schema
-from trajstore.format.spans import StreamSpans
+from trajstore.format.spans import VisibleSpans
 from trajstore.sampling.episode_index import EpisodeIndex
-from trajstore.sampling.rng import Counter
-from trajstore.sampling.window_starts import Starts
+from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.window_starts import WindowStarts
 from trajstore.sampling.windows import Windows
 from trajstore.store.snapshot import Snapshot
 
@@ -39,7 +39,7 @@ class Evicted:
         self._marks = marks
         self.names, self.streams = snapshot.names, snapshot.streams
 
-    def parts(self) -> list[StreamSpans]:
+    def parts(self) -> list[VisibleSpans]:
         ids = [record.id for record in self.streams]
         return [
             replace(part, first_row=min(self._marks.get(name, 0), len_rows(part)))
@@ -47,7 +47,7 @@ class Evicted:
         ]
 
 
-def len_rows(part: StreamSpans) -> int:
+def len_rows(part: VisibleSpans) -> int:
     return int(part.spans.ints[-1, 4]) if len(part.spans) else 0
 
 
@@ -65,10 +65,10 @@ def contents(index: EpisodeIndex) -> dict[tuple[int, int], tuple[Any, ...]]:
     return found
 
 
-def drawable(starts: Starts, index: EpisodeIndex) -> set[tuple[int, int, int]]:
+def drawable(starts: WindowStarts, index: EpisodeIndex) -> set[tuple[int, int, int]]:
     """Every window that can be drawn, by handle."""
     starts.update()
-    draw = starts.locate(torch.arange(starts.total), Counter(0))
+    draw = starts.locate(torch.arange(starts.total), CounterRng(0))
     stream, episode = index.stream.device[draw.entry], index.episode.device[draw.entry]
     t = index.t_base.device[draw.entry] + draw.start
     if starts._spec.weight != "window":
@@ -97,7 +97,7 @@ def test_an_index_that_follows_evictions_equals_one_made_at_once(
     store = trajstore.create(f"memory://index-{np.random.default_rng().integers(1 << 60)}", schema((4, 4, 4)))
     writers = [store.writer(f"w{i}", commit_seconds=None) for i in range(2)]
     index = EpisodeIndex(CPU)
-    starts = {spec: Starts(index, spec, False) for spec in SPECS}
+    starts = {spec: WindowStarts(index, spec, False) for spec in SPECS}
     marks: dict[str, int] = {}
     for n, both, evict in rounds:
         for writer in writers[: 1 + both]:
@@ -112,7 +112,7 @@ def test_an_index_that_follows_evictions_equals_one_made_at_once(
         fresh.update(seen)
         assert contents(index) == contents(fresh)
         for spec, followed in starts.items():
-            anew = Starts(fresh, spec, False)
+            anew = WindowStarts(fresh, spec, False)
             assert drawable(followed, index) == drawable(anew, fresh)
             if spec.weight == "window":
                 assert followed.total == anew.total
@@ -126,7 +126,7 @@ def test_evicted_entries_are_compacted(monkeypatch: pytest.MonkeyPatch) -> None:
     writer = store.writer(commit_seconds=None)
     index = EpisodeIndex(CPU)
     spec = Windows(length=2)
-    starts = Starts(index, spec, False)
+    starts = WindowStarts(index, spec, False)
     data = {"obs": np.zeros((3, 2), np.float32), "action": np.arange(3), "reward": np.zeros(3, np.float32)}
     generations = set()
     for i in range(60):
@@ -152,14 +152,14 @@ def test_an_eviction_touches_only_the_front(monkeypatch: pytest.MonkeyPatch) -> 
     snapshot = store.refresh()
     index = EpisodeIndex(CPU)
     index.update(snapshot)
-    starts = Starts(index, Windows(length=2), False)
+    starts = WindowStarts(index, Windows(length=2), False)
     starts.update()
     seen: Any = Evicted(snapshot, {snapshot.streams[0].id: 8})
     index.update(seen)
     assert (index.generation, index.heads, index.first) == (1, [3], 2)
     summed: list[tuple[int, int]] = []
-    real = Starts._mass
-    monkeypatch.setattr(Starts, "_mass", lambda self, a, b: (summed.append((a, b)), real(self, a, b))[1])
+    real = WindowStarts._mass
+    monkeypatch.setattr(WindowStarts, "_mass", lambda self, a, b: (summed.append((a, b)), real(self, a, b))[1])
     starts.update()
     assert summed == [(0, 3), (100, 100)]
 

@@ -21,13 +21,13 @@ from tests.sampling.test_priorities import Evicted
 from tests.sampling.test_reader import ENDS, Episode, chi_square
 from tests.store.test_device_sync import NoSync
 from trajstore import DataError, Field, Schema, SnapshotExpiredError, Store
-from trajstore.sampling.batch_assembler import Assembler
+from trajstore.sampling.batch_assembler import BatchAssembler
 from trajstore.sampling.batch_plan import WHOLE
 from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight, Relabeller
 from trajstore.sampling.outputs import flat_outputs
 from trajstore.sampling.reader import Reader
-from trajstore.sampling.rng import Counter
-from trajstore.sampling.window_starts import Draw
+from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows
 from trajstore.schema import nest
 
@@ -181,18 +181,20 @@ class Sampler:
     """Batches of a store with and without hindsight, as a reader makes them."""
 
     def __init__(self, snapshot: Any, *, cache_bytes: int = 1 << 20, compiled: bool = True, **more: Any) -> None:
-        self.source = Assembler(snapshot, more.get("device", CPU), cache_bytes, 0, compiled=compiled)
+        self.source = BatchAssembler(snapshot, more.get("device", CPU), cache_bytes, 0, compiled=compiled)
 
-    def draw(self, n: int, spec: Windows, seed: int = 0) -> Draw:
-        return self.source.kind(spec).starts.draw(n, Counter(seed))
+    def draw(self, n: int, spec: Windows, seed: int = 0) -> DrawnWindows:
+        return self.source.kind(spec).starts.draw(n, CounterRng(seed))
 
-    def plain(self, draw: Draw, spec: Windows) -> Flat:
+    def plain(self, draw: DrawnWindows, spec: Windows) -> Flat:
         kind = self.source.kind(spec)
         return self.source.carry_out(kind, kind.plan(draw), {})
 
-    def batch(self, draw: Draw, spec: Windows, options: Hindsight, seed: int = 1, outs: Flat | None = None) -> Flat:
+    def batch(
+        self, draw: DrawnWindows, spec: Windows, options: Hindsight, seed: int = 1, outs: Flat | None = None
+    ) -> Flat:
         kind = self.source.kind(spec)
-        plan = Relabeller(self.source, options, Counter(seed)).plan(kind, draw)
+        plan = Relabeller(self.source, options, CounterRng(seed)).plan(kind, draw)
         return self.source.carry_out(kind, plan, outs or {})
 
 
@@ -359,7 +361,7 @@ class Reference:
         base = int(self._index.t_base.host[entry])
         return Seen(self._known[self._streams[stream], episode], base, self._layout)
 
-    def check(self, got: Flat, plain: Flat, draw: Draw, spec: Windows, options: Hindsight) -> int:
+    def check(self, got: Flat, plain: Flat, draw: DrawnWindows, spec: Windows, options: Hindsight) -> int:
         """Returns how many windows have another goal."""
         assert got.keys() == plain.keys() | {"hindsight/relabelled", GOAL_INDEX}
         for key in plain.keys() - CHANGED:
@@ -458,7 +460,7 @@ def test_batches_depend_neither_on_the_cache_nor_on_compiled_loops(strategy: Any
     expected: list[Flat] = []
     for cache_bytes, compiled in ((1 << 20, True), (1 << 20, False), (100, True), (100, False), (2000, True)):
         sampler = Sampler(store.snapshot, cache_bytes=cache_bytes, compiled=compiled)
-        relabeller = Relabeller(sampler.source, options, Counter(9))
+        relabeller = Relabeller(sampler.source, options, CounterRng(9))
         kind = sampler.source.kind(RICH)
         draws = [sampler.draw(16, RICH, seed) for seed in range(3)]
         found = [sampler.source.carry_out(kind, relabeller.plan(kind, draw), {}) for draw in draws]
@@ -515,8 +517,8 @@ def drawn(sampler: Sampler, options: Hindsight, start: int | None, n: int = 20_0
     kind = sampler.source.kind(spec)
     draw = sampler.draw(n, spec)
     if start is not None:
-        draw = Draw(torch.zeros(n, dtype=torch.int64), torch.full((n,), start))
-    return Relabeller(sampler.source, options, Counter(3)).plan(kind, draw).known[GOAL_INDEX]
+        draw = DrawnWindows(torch.zeros(n, dtype=torch.int64), torch.full((n,), start))
+    return Relabeller(sampler.source, options, CounterRng(3)).plan(kind, draw).known[GOAL_INDEX]
 
 
 # With a fixed seed each of these is one number; for right draws it is near 1, and past 3 less than once in 10^3.
@@ -617,9 +619,9 @@ def live_reader(n_steps: int = 12) -> tuple[Layout, trajstore.Writer, Reader]:
 def test_goals_of_a_planned_batch_stay_when_rows_move_and_episodes_grow(strategy: Any) -> None:
     layout, writer, reader = live_reader()
     source, spec = reader._source, Windows.transitions(n_step=2, gamma=0.5)
-    relabeller = Relabeller(source, replace(PLAIN, strategy=strategy, fraction=0.8), Counter(1))
+    relabeller = Relabeller(source, replace(PLAIN, strategy=strategy, fraction=0.8), CounterRng(1))
     kind = source.kind(spec)
-    draw = kind.starts.draw(64, Counter(0))
+    draw = kind.starts.draw(64, CounterRng(0))
     plan = relabeller.plan(kind, draw)
     expected = source.carry_out(kind, plan, {})
     assert 0 < int(expected["hindsight/relabelled"].sum()) < 64
@@ -643,8 +645,8 @@ def test_no_goal_lies_past_the_newest_step_of_an_open_episode(fields: tuple[str,
     _, writer, reader = live_reader()
     source, spec = reader._source, Windows(boundary="pad_right", fields=fields)
     kind = source.kind(spec)
-    draw = kind.starts.draw(400, Counter(0))
-    known = Relabeller(source, PLAIN, Counter(1)).plan(kind, draw).known
+    draw = kind.starts.draw(400, CounterRng(0))
+    known = Relabeller(source, PLAIN, CounterRng(1)).plan(kind, draw).known
     is_newest = known["index"][:, 2] == 11
     assert is_newest.any()
     assert torch.equal(known["hindsight/relabelled"], ~is_newest)  # nothing is known of what comes after it
@@ -658,7 +660,7 @@ def test_planned_goals_that_were_evicted_say_so() -> None:
     source, spec = Sampler(store.snapshot).source, Windows()
     kind, first = source.kind(spec), store.snapshot.streams[0].id
     kept = np.array([[1, 1, 8]] * 64)  # windows of the other stream, which stay
-    relabeller = Relabeller(source, replace(PLAIN, strategy="random"), Counter(0))
+    relabeller = Relabeller(source, replace(PLAIN, strategy="random"), CounterRng(0))
     plan = relabeller.plan(kind, source.draw_at(kind, kept, None, is_strict=True))
     # First a part of an episode that goals were drawn from, then the whole of it.
     assert relabeller.is_here(plan.known[GOAL_INDEX])
@@ -836,7 +838,7 @@ def test_a_batch_from_a_resident_cache_waits_for_nothing(
 ) -> None:
     sampler = Sampler(mixed[0].snapshot, compiled=False)
     source, kind = sampler.source, sampler.source.kind(spec)
-    relabeller, rng = Relabeller(source, options, Counter(1)), Counter(0)
+    relabeller, rng = Relabeller(source, options, CounterRng(1)), CounterRng(0)
     for _ in range(6):  # until everything is resident
         source.carry_out(kind, relabeller.plan(kind, kind.starts.draw(64, rng)), {})
     with NoSync() as mode:
@@ -855,7 +857,7 @@ def test_batches_can_be_made_on_a_device_that_has_no_values(
     for column in source.cache._columns.values():
         pages = column.missing(np.arange(column.n_pages))
         column.settle(pages, pages, 1)
-    kind, relabeller, rng = source.kind(spec), Relabeller(source, options, Counter(1)), Counter(0)
+    kind, relabeller, rng = source.kind(spec), Relabeller(source, options, CounterRng(1)), CounterRng(0)
     relabeller.plan(kind, kind.starts.draw(8, rng))  # tables are made when they are first asked for
     with NoSync("meta"):
         got = source.carry_out(kind, relabeller.plan(kind, kind.starts.draw(32, rng)), {})
@@ -879,7 +881,7 @@ def test_a_reader_gives_windows_other_goals(mixed: tuple[Store, dict[Key, Episod
     for options in (PLAIN, SOME, SOME):
         state = reader.state_dict()
         batch = reader.sample(32, RICH, relabel=options)
-        rng = Counter()
+        rng = CounterRng()
         rng.load_state_dict(state)
         kind = source.source.kind(RICH)
         draw = kind.starts.draw(32, rng)

@@ -37,7 +37,7 @@ from tests.support.faulty import (
     through,
 )
 from trajstore import CorruptionError, DataError, FormatError, StorageError, Store, TrajstoreError, Writer
-from trajstore.format.spans import StreamSpans
+from trajstore.format.spans import VisibleSpans
 from trajstore.sampling.outputs import Ring
 from trajstore.sampling.priority_options import Linear, Priorities
 from trajstore.sampling.reader import Reader
@@ -133,7 +133,7 @@ class Evicted(Snapshot):
         super().__init__(snapshot.storage, snapshot.schema, snapshot._streams)
         self._marks = dict(marks)
 
-    def parts(self) -> list[StreamSpans]:
+    def parts(self) -> list[VisibleSpans]:
         names = [record.id for record in self.streams]
         return [
             replace(part, first_row=self._marks.get(name, 0))
@@ -1667,7 +1667,7 @@ def test_absurd_columns_are_refused_and_allocate_nothing(
 def put_by_hand(store: Store, target: str, values: Array, **kwargs: Any) -> None:
     writer = store.writer("hand", commit_seconds=None)
     writer._pipeline.put_column(
-        trajstore.writing.stream_appender.ColumnChange(target, "priority", values, **kwargs)
+        trajstore.writing.stream_appender.DerivedColumnChange(target, "priority", values, **kwargs)
     )
     writer.commit()
     writer._release()
@@ -1692,7 +1692,7 @@ def test_stored_values_that_are_no_priorities_are_refused(tmp_path: Path, values
 def test_changes_of_rows_that_do_not_exist_are_refused(tmp_path: Path, rows: list[int]) -> None:
     store = store_of([9, 8], url=str(tmp_path / "s"))
     writer, target = store.writer("hand", commit_seconds=None), store.streams[0].id
-    change = trajstore.writing.stream_appender.ColumnChange
+    change = trajstore.writing.stream_appender.DerivedColumnChange
     writer._pipeline.put_column(change(target, "priority", np.ones(17, np.float32)))
     values = np.ones(len(rows), np.float32)
     writer._pipeline.put_column(change(target, "priority", values, rows=np.array(rows)))

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trajstore.errors import DataError
 from trajstore.sampling import sum_tree as sumtree
 from trajstore.sampling.compiled import sum_tree_loops as sumtree_kernels
-from trajstore.sampling.rng import Counter
+from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.sum_tree import NOTHING, SumTree
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def found(values: list[int], numbers: list[int]) -> list[int]:
     return [bisect.bisect_right(stops, x) for x in numbers]
 
 
-def expected_numbers(n: int, rng: Counter, total: int, stratified: bool) -> list[int]:
+def expected_numbers(n: int, rng: CounterRng, total: int, stratified: bool) -> list[int]:
     """The numbers that a draw looks up, in integers of any size."""
     fractions = [(bits % (1 << 64)) >> 2 for bits in rng.bits(n, CPU).tolist()]
     if not stratified:
@@ -215,7 +215,7 @@ def test_a_copy_is_a_tree_of_its_own(compiled: bool) -> None:
     other.put(ints([0]), ints([9]))
     assert_is(tree, [1, 2, 3])
     assert_is(other, [9, 2, 3])
-    assert other.draw(8, Counter(1))[1].tolist() == other.get(other.draw(8, Counter(1))[0]).tolist()
+    assert other.draw(8, CounterRng(1))[1].tolist() == other.get(other.draw(8, CounterRng(1))[0]).tolist()
 
 
 # ---- drawing -------------------------------------------------------------------------------------------
@@ -230,9 +230,9 @@ def test_a_copy_is_a_tree_of_its_own(compiled: bool) -> None:
 def test_both_paths_draw_what_integer_arithmetic_says(
     values: list[int], n: int, seed: int, stratified: bool
 ) -> None:
-    leaf = found(values, expected_numbers(n, Counter(seed, 7), sum(values), stratified))
+    leaf = found(values, expected_numbers(n, CounterRng(seed, 7), sum(values), stratified))
     for compiled in (True, False):
-        rng = Counter(seed, 7)
+        rng = CounterRng(seed, 7)
         got = tree_of(values, compiled).draw(n, rng, stratified=stratified)
         assert got[0].tolist() == leaf
         assert got[1].tolist() == [values[i] for i in leaf]
@@ -256,9 +256,9 @@ def test_both_paths_draw_what_integer_arithmetic_says(
 def test_masses_near_the_limit_are_drawn_exactly(compiled: bool, stratified: bool, values: list[int]) -> None:
     tree = tree_of(values, compiled, with_min=True)
     assert_is(tree, values)
-    numbers = expected_numbers(2000, Counter(3), sum(values), stratified)
+    numbers = expected_numbers(2000, CounterRng(3), sum(values), stratified)
     assert max(numbers) < sum(values)
-    assert tree.draw(2000, Counter(3), stratified=stratified)[0].tolist() == found(values, numbers)
+    assert tree.draw(2000, CounterRng(3), stratified=stratified)[0].tolist() == found(values, numbers)
 
 
 @given(
@@ -273,7 +273,7 @@ def test_random_bits_are_scaled_exactly(bits: int, limit: int) -> None:
 
 def test_a_product_in_float_would_not_do() -> None:
     """The lowest bits of large numbers are random too."""
-    numbers = sumtree._scaled(Counter(1).bits(4000, CPU), ints([LIMIT - 1])[0])
+    numbers = sumtree._scaled(CounterRng(1).bits(4000, CPU), ints([LIMIT - 1])[0])
     ones = [int(((numbers >> bit) & 1).sum()) for bit in range(62)]
     assert all(1800 < n < 2200 for n in ones)  # more than six standard deviations
 
@@ -282,7 +282,7 @@ def test_a_product_in_float_would_not_do() -> None:
 @pytest.mark.parametrize("stratified", [False, True])
 def test_leaves_are_drawn_in_proportion_to_their_masses(compiled: bool, stratified: bool) -> None:
     values = [(i * i) % 23 for i in range(200)]
-    n, rng = 4000, Counter(11)
+    n, rng = 4000, CounterRng(11)
     tree = tree_of(values, compiled)
     counts = torch.zeros(200, dtype=torch.int64)
     for _ in range(50):
@@ -298,10 +298,10 @@ def test_leaves_are_drawn_in_proportion_to_their_masses(compiled: bool, stratifi
 @both_paths
 def test_stratified_draws_take_one_from_each_part(compiled: bool) -> None:
     values = [1] * 1000
-    leaf, _ = tree_of(values, compiled).draw(64, Counter(4), stratified=True)
+    leaf, _ = tree_of(values, compiled).draw(64, CounterRng(4), stratified=True)
     parts = [(1000 * i // 64, 1000 * (i + 1) // 64) for i in range(64)]
     assert all(low <= x < high for x, (low, high) in zip(leaf.tolist(), parts, strict=True))
-    few, mass = tree_of([0, 2, 0, 1], compiled).draw(64, Counter(4), stratified=True)  # most parts are empty
+    few, mass = tree_of([0, 2, 0, 1], compiled).draw(64, CounterRng(4), stratified=True)  # most parts are empty
     assert set(few.tolist()) == {1, 3}
     assert bool((mass > 0).all())
 
@@ -309,8 +309,8 @@ def test_stratified_draws_take_one_from_each_part(compiled: bool) -> None:
 @both_paths
 def test_leaves_of_mass_zero_are_never_drawn(compiled: bool) -> None:
     values = torch.zeros(20_000, dtype=torch.int64)
-    values[Counter(2).below(30, 20_000, CPU)] = 1
-    tree, rng = SumTree(CPU, compiled=compiled), Counter(8)
+    values[CounterRng(2).below(30, 20_000, CPU)] = 1
+    tree, rng = SumTree(CPU, compiled=compiled), CounterRng(8)
     tree.rebuild(values)
     for stratified in (False, True):
         for _ in range(20):
@@ -324,7 +324,7 @@ def test_leaves_of_mass_zero_are_never_drawn(compiled: bool) -> None:
 def test_a_gpu_draws_and_changes_as_a_cpu_does() -> None:
     device = torch.device("cuda")
     ours, theirs = SumTree(CPU, with_min=True), SumTree(device, with_min=True)
-    values, rngs = Counter(1).bits(50_000, CPU) & 0xFFFFF, (Counter(2), Counter(2))
+    values, rngs = CounterRng(1).bits(50_000, CPU) & 0xFFFFF, (CounterRng(2), CounterRng(2))
     ours.rebuild(values)
     theirs.rebuild(values.to(device))
     for _ in range(20):
@@ -351,7 +351,7 @@ class NoSync(TorchDispatchMode):
 
 def work(device: torch.device) -> None:
     """Every operation that a training loop would repeat."""
-    tree, rng = SumTree(device, compiled=False, with_min=True), Counter(1)
+    tree, rng = SumTree(device, compiled=False, with_min=True), CounterRng(1)
     tree.resize(10_000)
     tree.put_range(5, torch.ones(9000, dtype=torch.int64, device=device))
     for stratified in (False, True):
@@ -431,7 +431,7 @@ def test_what_does_not_fit_is_refused(compiled: bool, change: Callable[[SumTree]
 
 @both_paths
 def test_a_tree_without_leaves_gives_none(compiled: bool) -> None:
-    tree, rng = SumTree(CPU, compiled=compiled, with_min=True), Counter(1)
+    tree, rng = SumTree(CPU, compiled=compiled, with_min=True), CounterRng(1)
     assert_is(tree, [])
     with pytest.raises(DataError, match="draw: the tree has no leaves"):
         tree.draw(1, rng)
@@ -441,7 +441,7 @@ def test_a_tree_without_leaves_gives_none(compiled: bool) -> None:
 
 
 def test_without_mass_compiled_loops_refuse_and_tensor_operations_give_leaves_of_mass_zero() -> None:
-    rng = Counter(1)
+    rng = CounterRng(1)
     with pytest.raises(DataError, match="draw: all 40 leaves have mass 0"):
         tree_of([0] * 40, True).draw(3, rng)
     assert rng.counter == 0
@@ -488,13 +488,13 @@ def test_numba_is_imported_only_for_compiled_loops() -> None:
 
 
 def test_without_numba_tensor_operations_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = tree_of([1, 2, 3], True).draw(10, Counter(1))[0]
+    expected = tree_of([1, 2, 3], True).draw(10, CounterRng(1))[0]
     monkeypatch.delattr("trajstore.sampling.compiled.sum_tree_loops")
     monkeypatch.setitem(sys.modules, "trajstore.sampling.compiled.sum_tree_loops", None)
     tree = tree_of([1, 2, 3], True, with_min=True)
     assert tree._kernels is None
     assert_is(tree, [1, 2, 3])
-    assert torch.equal(tree.draw(10, Counter(1))[0], expected)
+    assert torch.equal(tree.draw(10, CounterRng(1))[0], expected)
 
 
 # ---- any order of operations ---------------------------------------------------------------------------
@@ -507,7 +507,7 @@ class Trees(RuleBasedStateMachine):
         super().__init__()
         self.values: list[int] = []
         self.trees = [SumTree(CPU, compiled=compiled, with_min=True) for compiled in (True, False)]
-        self.rngs = [Counter(9), Counter(9), Counter(9)]
+        self.rngs = [CounterRng(9), CounterRng(9), CounterRng(9)]
 
     @rule(n=st.integers(0, 700))
     def resize(self, n: int) -> None:

@@ -40,16 +40,16 @@ from trajstore.errors import (
     SnapshotExpiredError,
     StorageError,
 )
-from trajstore.format.commit_record import View
+from trajstore.format.commit_record import SessionView
 from trajstore.format.ids import new_id
-from trajstore.format.zarr_json import dump_json
+from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import DTYPES, Field, Schema
 from trajstore.storage import Storage, open_storage
 from trajstore.store import checkpoints
 from trajstore.store import state_codec as state
 from trajstore.store.checkpoints import (
     Checkpoint,
-    Cut,
+    StreamExtent,
     find,
     list_checkpoints,
     new_checkpoint,
@@ -270,8 +270,9 @@ def test_what_can_not_be_stored_is_refused_by_name_and_nothing_is_put(
 @pytest.mark.parametrize(
     "changes",
     [{"id": "../x"}, {"name": "other"}, {"parent": "../x"}, {"created_at": math.nan}, {"created_at": "now"},
-     {"world": 3}, {"streams": {"../x": Cut(0, 1, 1, 0)}}, {"streams": {new_id("s"): Cut(2, 1, 1, 0)}},
-     {"streams": {new_id("s"): Cut(0, -1, 1, 0)}}],
+     {"world": 3}, {"streams": {"../x": StreamExtent(0, 1, 1, 0)}},
+     {"streams": {new_id("s"): StreamExtent(2, 1, 1, 0)}},
+     {"streams": {new_id("s"): StreamExtent(0, -1, 1, 0)}}],
 )  # fmt: skip
 def test_a_checkpoint_that_could_not_be_read_is_not_put(storage: Storage, changes: dict[str, Any]) -> None:
     before = storage.list_tree("")
@@ -565,17 +566,17 @@ def died_saving(storage: Storage, **changes: Any) -> Checkpoint:
 
 def test_a_stream_is_pinned_at_the_smallest_row_that_a_checkpoint_wants(storage: Storage) -> None:
     a, b = new_id("a"), new_id("b")
-    saved(storage, streams={a: Cut(5, 9, 1, 0), b: Cut(0, 3, 1, 0)})
-    saved(storage, streams={a: Cut(3, 9, 1, 0)})
-    saved(storage, streams={b: Cut(2, 3, 1, 0)})
+    saved(storage, streams={a: StreamExtent(5, 9, 1, 0), b: StreamExtent(0, 3, 1, 0)})
+    saved(storage, streams={a: StreamExtent(3, 9, 1, 0)})
+    saved(storage, streams={b: StreamExtent(2, 3, 1, 0)})
     assert pins(storage) == {a: 3, b: 0}
 
 
 def test_incomplete_checkpoints_pin_until_they_are_old_and_are_removed_then(place: Place) -> None:
     storage = empty_store(place)
     stream = new_id("a")
-    died = died_saving(storage, streams={stream: Cut(5, 9, 1, 0)})
-    whole = saved(storage, streams={stream: Cut(7, 9, 1, 0)})
+    died = died_saving(storage, streams={stream: StreamExtent(5, 9, 1, 0)})
+    whole = saved(storage, streams={stream: StreamExtent(7, 9, 1, 0)})
     assert pins(storage) == {stream: 5}
     assert remove_incomplete(storage) == []
     assert pins(storage, pending_s=0) == {stream: 7}
@@ -771,13 +772,13 @@ def test_rows_evicted_and_episodes_discarded_before_the_cut_stay_so(url: str) ->
             writer.append_episode(steps(5, i), terminated=True)
     with store.writer("b") as other:
         other.append_episode(steps(5, 9), terminated=True)
-    view = View(first_rows={writer.stream: 5}, discarded={writer.stream: (2,)})
+    view = SessionView(first_rows={writer.stream: 5}, discarded={writer.stream: (2,)})
     mark(Path(url), read_record(Path(url), other.stream), view=view)
     before = shown(trajstore.open(url))
     assert len(before) == 3
     checkpoint = saved(open_storage(url))
     assert checkpoint.streams[writer.stream].first == 5
-    later = View(first_rows={writer.stream: 10}, discarded={writer.stream: (2, 3)})
+    later = SessionView(first_rows={writer.stream: 10}, discarded={writer.stream: (2, 3)})
     mark(Path(url), read_record(Path(url), other.stream), view=later)
     assert len(trajstore.open(url)) == 1
     assert shown(trajstore.open(url, at="first")) == before
@@ -791,7 +792,7 @@ def test_packed_streams_and_what_they_discard_are_shown_at_a_checkpoint(url: str
     pack(Path(url), writer.stream, 0, 16)
     with store.writer("b") as other:
         other.append_episode(steps(5, 9), terminated=True)
-    mark(Path(url), read_record(Path(url), other.stream), view=View(discarded={writer.stream: (1, 3)}))
+    mark(Path(url), read_record(Path(url), other.stream), view=SessionView(discarded={writer.stream: (1, 3)}))
     before = shown(trajstore.open(url))
     saved(open_storage(url))
     assert len(before) == 3
@@ -832,7 +833,9 @@ def test_junk_beside_the_checkpoints_is_ignored(storage: Storage) -> None:
     assert pins(storage) == {}
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", dump_json({"zarr_format": 3, "node_type": "group"})])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"\xff", to_json_bytes({"zarr_format": 3, "node_type": "group"})]
+)
 def test_a_foreign_or_damaged_checkpoint_is_named(storage: Storage, data: bytes) -> None:
     bad = new_id("bad")
     storage.put(f"checkpoints/{bad}/zarr.json", data)

@@ -28,7 +28,7 @@ from trajstore.errors import (
     StoreExistsError,
     StoreNotFoundError,
 )
-from trajstore.format.commit_record import View
+from trajstore.format.commit_record import SessionView
 from trajstore.format.ids import new_id
 from trajstore.storage import LocalStorage, Storage, open_storage
 from trajstore.store.checkpoints import list_checkpoints, read_state, remove
@@ -589,7 +589,7 @@ def test_rows_evicted_while_a_copy_is_made_are_left_out(new_place: MakePlace) ->
     def give_up() -> None:
         evict(root, streams[0], 16)
         record = read_record(root, streams[1])
-        mark(root, replace(record, rows=record.rows), view=View())
+        mark(root, replace(record, rows=record.rows), view=SessionView())
         open_storage(root).remove_tree(f"streams/{streams[1]}")
 
     plan = Before(f"{streams[1]}/steps/reward", give_up)

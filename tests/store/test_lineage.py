@@ -14,8 +14,8 @@ import trajstore
 from tests.conftest import Place
 from tests.support.faulty import BlockPuts, FailOnce, FailWhile, FaultyStorage, Plan, broken, real_storage
 from trajstore import DataError, Field, Schema, StorageError, Store, Writer
-from trajstore.format.commit_record import CommitRecord, View
-from trajstore.format.first_live_rows import first_rows
+from trajstore.format.commit_record import CommitRecord, SessionView
+from trajstore.format.first_live_rows import first_live_rows
 from trajstore.format.ids import new_id
 
 SCHEMA = Schema({"action": Field("int64", chunk_rows=4), "reward": Field("float32", chunk_rows=8)})
@@ -72,7 +72,7 @@ def test_without_a_lineage_a_stream_says_nothing_of_it(url: str) -> None:
     with new_store(url).writer() as writer:
         writer.append_episode(steps(3))
     record = record_of(url, writer)
-    assert (record.world, record.checkpoint, record.view, record.first_row) == (None, None, View(), 0)
+    assert (record.world, record.checkpoint, record.view, record.first_row) == (None, None, SessionView(), 0)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_view_takes_effect_with_the_next_commit_and_stays(url: str) -> None:
     writer.close()
     for record in (committed, record_of(url, writer)):
         assert record.first_row == 5
-        assert record.view == View({OTHER: 7}, {OTHER: (1, 2)}, (THIRD,))
+        assert record.view == SessionView({OTHER: 7}, {OTHER: (1, 2)}, (THIRD,))
     assert trajstore.open(url).episodes["length"].tolist() == [3, 2, 2]
 
 
@@ -142,7 +142,7 @@ def test_decisions_add_up(url: str) -> None:
         assert writer.first_rows == {OTHER: 3, THIRD: 9, writer.stream: 0}
         writer.append_episode(steps(1))
     view = record_of(url, writer).view
-    assert view == View({OTHER: 3, THIRD: 9}, {OTHER: (1, 4), THIRD: (0,)}, (OTHER, THIRD))
+    assert view == SessionView({OTHER: 3, THIRD: 9}, {OTHER: (1, 4), THIRD: (0,)}, (OTHER, THIRD))
 
 
 def test_marks_never_go_back(url: str) -> None:
@@ -361,18 +361,18 @@ def test_of_two_worlds_the_marks_of_the_newer_count(url: str) -> None:
     zombie = store.writer("rank0", world="first", commit_seconds=None)
     zombie.set_view(first_rows={data.stream: 10})
     zombie.wait(zombie.publish_view())
-    assert first_rows(store.refresh().streams)[data.stream] == 10
+    assert first_live_rows(store.refresh().streams)[data.stream] == 10
     # A resumed run starts further back; the zombie goes on, but what it says counts no more.
     with store.writer("rank0", world="second") as resumed:
         resumed.set_view(first_rows={data.stream: 4})
         resumed.wait(resumed.publish_view())
-        assert first_rows(store.refresh().streams)[data.stream] == 4
+        assert first_live_rows(store.refresh().streams)[data.stream] == 4
         zombie.set_view(first_rows={data.stream: 12})
         zombie.wait(zombie.publish_view())
-        assert first_rows(store.refresh().streams)[data.stream] == 4
+        assert first_live_rows(store.refresh().streams)[data.stream] == 4
         assert store.read_episode(0)["action"].tolist() == list(range(4, 12))
     zombie.close()
-    assert first_rows(store.refresh().streams)[data.stream] == 4
+    assert first_live_rows(store.refresh().streams)[data.stream] == 4
 
 
 def test_what_an_older_world_still_wanted_counts_no_more(url: str) -> None:
@@ -386,7 +386,7 @@ def test_what_an_older_world_still_wanted_counts_no_more(url: str) -> None:
     with store.writer("rank0", world="second") as new:
         new.set_view(first_rows={data.stream: 9})
         new.wait(new.publish_view())
-    assert first_rows(store.refresh().streams)[data.stream] == 9
+    assert first_live_rows(store.refresh().streams)[data.stream] == 9
     assert store.read_episode(0)["action"].tolist() == [9, 10, 11]
 
 
@@ -398,7 +398,7 @@ def test_within_a_world_the_smallest_mark_counts(url: str) -> None:
         for writer, row in ((a, 9), (b, 5)):
             writer.set_view(first_rows={data.stream: row})
             writer.wait(writer.publish_view())
-        assert first_rows(store.refresh().streams)[data.stream] == 5
+        assert first_live_rows(store.refresh().streams)[data.stream] == 5
 
 
 marks = st.dictionaries(st.sampled_from([OTHER, THIRD]), st.integers(0, 99))
@@ -406,7 +406,7 @@ marks = st.dictionaries(st.sampled_from([OTHER, THIRD]), st.integers(0, 99))
 
 @given(st.lists(marks, max_size=6))
 def test_a_view_holds_the_newest_of_each_mark_or_refuses(changes: list[dict[str, int]]) -> None:
-    view, expected = View(), dict[str, int]()
+    view, expected = SessionView(), dict[str, int]()
     for change in changes:
         goes_back = any(row < expected.get(stream, 0) for stream, row in change.items())
         if goes_back:

@@ -22,12 +22,12 @@ import trajstore
 from tests.conftest import Place
 from tests.support.sharding import mark, pack, read_record, rewrite, write_record
 from trajstore import CorruptionError, Field, FormatError, Schema, StorageError, StoreNotFoundError
-from trajstore.format.commit_record import CommitRecord, View
+from trajstore.format.commit_record import CommitRecord, SessionView
 from trajstore.format.ids import new_id
 from trajstore.schema import Array
 from trajstore.storage import LocalStorage
 from trajstore.store.checkpoints import Checkpoint, new_checkpoint_id, save
-from trajstore.store.verify import Problem, Report, _Verification, verify
+from trajstore.store.verify import VerifyProblem, VerifyReport, _Verification, verify
 
 STORES = Path(__file__).parents[1] / "stores"
 SCHEMA = Schema(
@@ -58,7 +58,7 @@ class Made:
         layout = read_record(self.root, self.first).layouts[path]
         return self.root / "streams" / self.first / path / layout.chunk_key(index)
 
-    def verify(self, **options: Any) -> Report:
+    def verify(self, **options: Any) -> VerifyReport:
         return verify(self.root, **options)
 
 
@@ -123,11 +123,11 @@ def nodes(root: Path) -> list[Path]:
     return [path for path in objects(root) if path.name == "zarr.json"]
 
 
-def texts(report: Report) -> list[str]:
+def texts(report: VerifyReport) -> list[str]:
     return [str(problem) for problem in report.problems]
 
 
-def assert_names(problem: Problem, root: Path, damaged: Path) -> None:
+def assert_names(problem: VerifyProblem, root: Path, damaged: Path) -> None:
     """The problem says which object it is about: stream, array, chunk and rows, or the metadata."""
     parts = damaged.relative_to(root).parts
     if damaged.name.startswith("c."):
@@ -737,7 +737,7 @@ def test_leftovers_are_noted(made: Made) -> None:
 def test_a_stream_that_was_being_removed_is_noted(made: Made) -> None:
     drop_checkpoint(made)
     record = read_record(made.root, made.second)
-    mark(made.root, record, view=View({made.first: 20}), columns={},
+    mark(made.root, record, view=SessionView({made.first: 20}), columns={},
          layouts={p: a for p, a in record.layouts.items() if not p.startswith("columns/")})  # fmt: skip
     (made.root / "streams" / made.first / "zarr.json").unlink()
     report = made.verify()

@@ -28,7 +28,7 @@ from torch import distributed
 
 import trajstore
 from trajstore import CheckpointNotFoundError, Field, ReplayBuffer, Schema, Windows
-from trajstore.replay.checkpoint_schedule import Saver
+from trajstore.replay.checkpoint_schedule import CheckpointSchedule
 
 SCHEMA = Schema({"x": Field("int64", chunk_rows=8), "reward": Field("float32", chunk_rows=8)})
 OPTIONS: dict[str, Any] = {
@@ -99,18 +99,18 @@ class Life:
     @contextlib.contextmanager
     def _noted_cuts(self) -> Iterator[None]:
         """Buffers opened inside write down what they hold at every cut that somebody asks for."""
-        take = Saver._take_asked
+        take = CheckpointSchedule._take_asked
 
-        def noted(saver: Saver, name: str, id_: str) -> Any:
+        def noted(saver: CheckpointSchedule, name: str, id_: str) -> Any:
             with self.appending:  # also held while the buffer is opened, so what it holds is known
                 self.say("cut", id_, digest(self.held), len(self.held))
                 return take(saver, name, id_)
 
-        Saver._take_asked = noted  # type: ignore[method-assign]
+        CheckpointSchedule._take_asked = noted  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Saver._take_asked = take  # type: ignore[method-assign]
+            CheckpointSchedule._take_asked = take  # type: ignore[method-assign]
 
     def append(self, buffer: ReplayBuffer, n: int = 5) -> None:
         start = 1_000_000 * self.rank + len(self.held)

@@ -24,12 +24,12 @@ import trajstore.store.store
 from tests.support.faulty import Call, Died, FaultyStorage, Plan, real_storage
 from tests.support.rank_process import OPTIONS
 from trajstore import Checkpoint, ReplayBuffer, Windows
-from trajstore.distributed.rank_group import World, alone, put_world
-from trajstore.distributed.rank_notes import TorchBoard
+from trajstore.distributed.rank_group import RankGroup, put_world, single_rank
+from trajstore.distributed.rank_notes import TorchNotes
 from trajstore.format.ids import new_id
 from trajstore.storage import Storage
 from trajstore.store.checkpoints import list_checkpoints
-from trajstore.store.verify import Report, verify
+from trajstore.store.verify import VerifyReport, verify
 
 HANG_S = 60.0  # no test waits longer for anything: then it is a deadlock
 Outcome = Any  # what a call returned, or the exception that it raised
@@ -194,10 +194,10 @@ def through_torch(store: Any) -> Iterator[None]:
 
     def join(
         storage: Storage, rank: int, size: int, *, checkpoint: str | None, timeout_s: float, **_: Any
-    ) -> World:
+    ) -> RankGroup:
         if size == 1:
-            return alone(rank)
-        world = World("", rank, size, TorchBoard(distributed.PrefixStore("world", store), rank), timeout_s)
+            return single_rank(rank)
+        world = RankGroup("", rank, size, TorchNotes(distributed.PrefixStore("world", store), rank), timeout_s)
         with lock:
             world.id = ids.setdefault(size, new_id("world"))
         if rank == 0:
@@ -205,7 +205,7 @@ def through_torch(store: Any) -> Iterator[None]:
         return world
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trajstore.replay.session_start, "join", join)
+        patch.setattr(trajstore.replay.session_start, "join_group", join)
         yield
 
 
@@ -240,7 +240,7 @@ def walk(url: str) -> None:
     dict(zarr.open_group(url, mode="r", zarr_format=3).members(max_depth=None))
 
 
-def verified(url: str) -> Report:
+def verified(url: str) -> VerifyReport:
     report = verify(url)
     assert not report.problems, report.problems
     return report

@@ -438,7 +438,7 @@ def test_a_writer_whose_close_failed_takes_nothing_more(url: str, monkeypatch: p
     writer = store.writer(commit_seconds=None)
     writer.append(one(0))
     monkeypatch.setattr(
-        trajstore.writing.commit_pipeline.Pipeline,
+        trajstore.writing.commit_pipeline.CommitPipeline,
         "seal",
         lambda _: (_ for _ in ()).throw(trajstore.StorageError("no")),
     )

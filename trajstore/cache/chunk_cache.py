@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache.compressed_tier import HostTier
-from trajstore.cache.page_table import MIN_SLOTS, UNSIGNED, CacheStats, Column, flat_rows
+from trajstore.cache.compressed_tier import CompressedTier
+from trajstore.cache.page_table import MIN_SLOTS, UNSIGNED, CacheStats, ColumnPages, flat_rows
 from trajstore.errors import DataError, StorageError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.schema import Array, Schema, selected_paths
@@ -30,7 +30,7 @@ _RENEWED = 8  # one slot in so many gets a new page when a batch needs more than
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RowRequest:
     """Rows of one column: stream numbers and rows, of shapes that broadcast."""
 
     path: str
@@ -65,7 +65,7 @@ class ChunkCache:
         kernels: ModuleType | None = None,
     ) -> None:
         self.stats = CacheStats()
-        self.tier = HostTier(host_budget)
+        self.tier = CompressedTier(host_budget)
         self._schema = schema
         self._device = device
         self._budget = budget
@@ -73,7 +73,7 @@ class ChunkCache:
         self._live_rows = live_rows
         self._kernels = kernels
         self._readers: list[StreamReader | None] = []
-        self._columns: dict[str, Column] = {}
+        self._columns: dict[str, ColumnPages] = {}
         self._tick = 0
         self._buffers: list[_Buffers] = []  # one for each thread at work
         self._ahead: dict[tuple[str, str, int], memoryview] = {}  # chunks fetched in one wave, to be decoded
@@ -90,7 +90,7 @@ class ChunkCache:
         self._drop_stale_tails(readers)
         self._readers = readers
         present = [reader for reader in readers if reader is not None]
-        replaced: dict[str, Column] = {}
+        replaced: dict[str, ColumnPages] = {}
         for path, spec in self._schema.fields.items():
             chunk_rows = [reader.record.layouts[f"steps/{path}"].chunk_rows for reader in present]
             page_rows = math.gcd(*chunk_rows) or ArrayLayout.of(spec).chunk_rows
@@ -98,7 +98,7 @@ class ChunkCache:
             if column is None or column.page_rows != page_rows:
                 if column is not None:
                     replaced[path] = column
-                column = Column(path, spec, page_rows, self._device, self._live_rows, self._kernels)
+                column = ColumnPages(path, spec, page_rows, self._device, self._live_rows, self._kernels)
                 self._columns[path] = column
             rows = [self._live_rows, *(reader.record.rows if reader else 0 for reader in readers[1:])]
             column.set_rows(rows, marks, written)
@@ -143,12 +143,12 @@ class ChunkCache:
             column.forget(np.arange(column.n_live_pages, column.n_pages))
         self.tier.clear()
 
-    def load(self, wanted: Iterable[Wanted]) -> None:
+    def load(self, wanted: Iterable[RowRequest]) -> None:
         """Read the pages of rows ahead of time, as far as the cache holds them at once."""
         self._tick += 1
         self._make_resident({str(i): w for i, w in enumerate(wanted)})
 
-    def pin(self, wanted: Iterable[Wanted]) -> None:
+    def pin(self, wanted: Iterable[RowRequest]) -> None:
         """Keep the pages of these rows until `unpin`.
 
         Raises:
@@ -195,14 +195,14 @@ class ChunkCache:
     def nbytes(self) -> int:
         return sum(column.nbytes for column in self._columns.values())
 
-    def shapes(self, wanted: Mapping[str, Wanted]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def shapes(self, wanted: Mapping[str, RowRequest]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what `gather` gives."""
         columns = self._columns
         return {
             key: ((*w.row.shape, *columns[w.path].row_shape), columns[w.path].dtype) for key, w in wanted.items()
         }
 
-    def gather(self, wanted: Mapping[str, Wanted], outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def gather(self, wanted: Mapping[str, RowRequest], outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Values of rows, each as ``[*row.shape, *field shape]``; everything missing is loaded in one wave."""
         start = time.perf_counter()
         self._tick += 1
@@ -224,7 +224,9 @@ class ChunkCache:
         self.stats.seconds["plan"] += planned - start
         return results
 
-    def _copy(self, kernels: ModuleType, wanted: Mapping[str, Wanted], outs: Mapping[str, torch.Tensor]) -> None:
+    def _copy(
+        self, kernels: ModuleType, wanted: Mapping[str, RowRequest], outs: Mapping[str, torch.Tensor]
+    ) -> None:
         """Copy rows of resident pages; fields mostly share their rows, and those that do are copied in one go."""
         groups: dict[int, list[str]] = {}
         for key, w in wanted.items():
@@ -253,7 +255,7 @@ class ChunkCache:
 
         return self._storage.map(part, range(n_parts))
 
-    def _make_resident(self, wanted: Mapping[str, Wanted]) -> set[str]:
+    def _make_resident(self, wanted: Mapping[str, RowRequest]) -> set[str]:
         """Load what is missing; returns the columns that have too few slots for the batch."""
         pages: dict[str, list[Array]] = {}
         for w in wanted.values():
@@ -278,7 +280,7 @@ class ChunkCache:
             pages = np.concatenate([pages, column.some_absent(_FILLED)])
         return pages
 
-    def _touch_and_load(self, found: Sequence[tuple[Column, Array]]) -> None:
+    def _touch_and_load(self, found: Sequence[tuple[ColumnPages, Array]]) -> None:
         load = []
         for column, distinct in found:
             missing = column.missing(distinct)
@@ -290,7 +292,7 @@ class ChunkCache:
             self._load(load)
 
     def _gather_in_parts(
-        self, column: Column, wanted: Mapping[str, Wanted], outs: Mapping[str, torch.Tensor]
+        self, column: ColumnPages, wanted: Mapping[str, RowRequest], outs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Assemble a batch that needs more pages than there are slots.
 
@@ -314,7 +316,7 @@ class ChunkCache:
         return results
 
     def _in_turns(
-        self, column: Column, source: torch.Tensor, row: torch.Tensor, page_of: Array, flat: torch.Tensor
+        self, column: ColumnPages, source: torch.Tensor, row: torch.Tensor, page_of: Array, flat: torch.Tensor
     ) -> None:
         """Some pages at a time, resident ones first."""
         pages = np.unique(page_of)
@@ -329,7 +331,7 @@ class ChunkCache:
             values = column.gather(source[chosen], row[chosen], column.empty(chosen.shape))
             _index_copy(flat, chosen, values)
 
-    def _pass_through(self, column: Column, address: Array, page_of: Array, flat: torch.Tensor) -> None:
+    def _pass_through(self, column: ColumnPages, address: Array, page_of: Array, flat: torch.Tensor) -> None:
         """Load as many missing pages as is good for the cache; decode the others only for the rows asked for."""
         pages = np.unique(page_of)
         missing = column.missing(pages)
@@ -347,7 +349,7 @@ class ChunkCache:
             self._decode_for(column, np.unique(page_of[absent]), address, page_of, order, out)
 
     def _decode_for(
-        self, column: Column, missing: Array, address: Array, page_of: Array, order: Array, out: Array
+        self, column: ColumnPages, missing: Array, address: Array, page_of: Array, order: Array, out: Array
     ) -> None:
         """Decode absent pages, one chunk after the other in a block that stays in the processor's cache."""
         start = time.perf_counter()
@@ -377,11 +379,11 @@ class ChunkCache:
         assert reader is not None  # its rows are in the index
         return reader
 
-    def _pages_per_chunk(self, column: Column, source: int) -> int:
+    def _pages_per_chunk(self, column: ColumnPages, source: int) -> int:
         reader = self._readers[source]
         return reader.record.layouts[f"steps/{column.path}"].chunk_rows // column.page_rows if reader else 1
 
-    def _load(self, load: Sequence[tuple[Column, Array]]) -> None:
+    def _load(self, load: Sequence[tuple[ColumnPages, Array]]) -> None:
         """Fetch, decode and place absent pages of several columns in one wave."""
         start = time.perf_counter()
         claims = []
@@ -472,14 +474,14 @@ class _Buffers:
         self.encoded = bytearray()
         self._blocks: dict[tuple[str, int], Array] = {}
 
-    def block(self, column: Column, n_pages: int) -> Array:
+    def block(self, column: ColumnPages, n_pages: int) -> Array:
         block = self._blocks.get((column.path, n_pages))
         if block is None or block.shape[1] != column.page_rows:
             block = self._blocks[column.path, n_pages] = column.block(n_pages)
         return block
 
 
-def _of_column(wanted: Mapping[str, Wanted], path: str) -> dict[str, Wanted]:
+def _of_column(wanted: Mapping[str, RowRequest], path: str) -> dict[str, RowRequest]:
     return {key: w for key, w in wanted.items() if w.path == path}
 
 
@@ -497,7 +499,7 @@ def _index_copy(result: torch.Tensor, index: torch.Tensor, values: torch.Tensor)
 class _Claim:
     """Absent pages of one column and the slots they get."""
 
-    def __init__(self, column: Column, pages: Array, slots: Array) -> None:
+    def __init__(self, column: ColumnPages, pages: Array, slots: Array) -> None:
         self._column = column
         self._pages = pages
         self._slots = slots

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 
-class HostTier:
+class CompressedTier:
     """Compressed chunks in RAM, least recently used first out, within a byte budget; thread-safe."""
 
     def __init__(self, budget: int) -> None:

@@ -13,7 +13,7 @@ _FIRST = 64
 _MANY = 1 << 16
 
 
-class Growing:
+class GrowableArray:
     """A one-dimensional array with amortised appends; the host copy and the device copy are always alike.
 
     On the CPU both are the same memory.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache.growable_array import Growing
+from trajstore.cache.growable_array import GrowableArray
 from trajstore.schema import Array, Field
 
 MIN_SLOTS = 2
@@ -59,7 +59,7 @@ def flat_rows(source: torch.Tensor, row: torch.Tensor) -> tuple[Array, Array]:
     return sources.reshape(n, math.prod(sources.shape[1:])), row.numpy().reshape(n, math.prod(row.shape[1:]))
 
 
-class Column:
+class ColumnPages:
     """The pages of one column: an arena on the device, and which page lies in which slot.
 
     Pages of all sources are numbered through; one that outgrows its range moves to a new one at the end. The first
@@ -87,8 +87,8 @@ class Column:
         self.n_live_pages = -(-live_rows // page_rows)
         self._seen = np.zeros(0, np.int64)  # by page: the last tick at which it was asked for
         self._set_arena(torch.empty((0, page_rows, *spec.shape), dtype=self._dtype, device=device))
-        self._table = Growing(np.int64, device)  # page -> slot, or -1
-        self._row_base = Growing(np.int64, device)  # by source: rows before its first page
+        self._table = GrowableArray(np.int64, device)  # page -> slot, or -1
+        self._row_base = GrowableArray(np.int64, device)  # by source: rows before its first page
         self._capacity: list[int] = []  # by source: pages in its range
         self._n_rows: list[int] = []  # by source: rows known
         self._slot_page = np.empty(0, np.int64)
@@ -360,7 +360,7 @@ class Column:
         origin = self._bytes if data is None else data.reshape(-1).view(np.uint8)
         self._kernels.scatter_rows(origin, self._row_bytes, rows, position, out)
 
-    def copy_live(self, old: Column, n_rows: int) -> None:
+    def copy_live(self, old: ColumnPages, n_rows: int) -> None:
         """Take over the live rows of a column that had pages of another size."""
         flat, before = (column._arena.view(-1, *self.row_shape) for column in (self, old))
         flat[:n_rows] = before[:n_rows]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trajstore.distributed.rank_group import World, list_worlds, named, put_world, read_world
+from trajstore.distributed.rank_group import RankGroup, list_worlds, put_world, rank_names, read_world
 from trajstore.distributed.rank_notes import read_group
 from trajstore.errors import (
     DataError,
@@ -33,7 +33,7 @@ _LOOK_S = 1.0  # so often somebody who waits looks whether others are there stil
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedCheckpoint:
     """A checkpoint that all ranks are to take: its number, id and name, and the requests that it answers."""
 
     n: int
@@ -42,7 +42,7 @@ class Asked:
     answers: tuple[int, ...]  # by rank: its requests up to this one
 
 
-class Attendant:
+class CheckpointRequests:
     """Looks for requests every so often, on a thread of its own; rank 0 decides, all ranks follow.
 
     Args:
@@ -57,7 +57,7 @@ class Attendant:
     def __init__(
         self,
         storage: Storage,
-        world: World,
+        world: RankGroup,
         take: Callable[[str, str], Callable[[], None]],
         *,
         poll_s: float,
@@ -75,7 +75,7 @@ class Attendant:
         self._n_asked = 0  # requests of this rank
         self._n_posted = 0
         self._name = ""
-        self._done: list[tuple[Asked, BaseException | None]] = []  # the last ones that came to an end
+        self._done: list[tuple[RequestedCheckpoint, BaseException | None]] = []  # the last ones that came to an end
         self._answered = [0] * world.size  # by rank; of rank 0 only
         self._outside: str | None = None  # the request in the store that was answered last
         self._n = 0
@@ -121,7 +121,7 @@ class Attendant:
             BaseException: What the checkpoint failed with.
         """
 
-        def answer() -> tuple[Asked, BaseException | None] | None:
+        def answer() -> tuple[RequestedCheckpoint, BaseException | None] | None:
             return next((d for d in self._done if d[0].answers[self._world.rank] >= n), None)
 
         with self._condition:
@@ -148,7 +148,7 @@ class Attendant:
 
     def _check_left(self) -> None:
         if left := self._world.left():
-            raise RankError(f"{named(left)} closed the buffer, so no checkpoint of all ranks can be taken")
+            raise RankError(f"{rank_names(left)} closed the buffer, so no checkpoint of all ranks can be taken")
 
     def raise_pending(self) -> None:
         """Raise what a checkpoint failed with that nobody waited for, or what ended the thread; once."""
@@ -205,11 +205,11 @@ class Attendant:
                 self._failure = failure
             self._condition.notify_all()
 
-    def _announced(self) -> Asked | None:
+    def _announced(self) -> RequestedCheckpoint | None:
         note = self._world.read("announce")
         return None if note is None else _checked_announcement(note, self._world.size)
 
-    def _decided(self) -> Asked | None:
+    def _decided(self) -> RequestedCheckpoint | None:
         """What is asked for now, announced to all."""
         notes = self._world.board.read(range(self._world.size), "request")
         asked = {rank: _checked_request(note, rank) for rank, note in notes.items()}
@@ -226,7 +226,7 @@ class Attendant:
         if self._every_s is not None:
             self._due = time.monotonic() + self._every_s
         self._answered, self._outside = answers, outside
-        found = Asked(self._n + 1, new_id(names[0]), names[0], tuple(answers))
+        found = RequestedCheckpoint(self._n + 1, new_id(names[0]), names[0], tuple(answers))
         note = {"n": found.n, "id": found.id, "name": found.name, "answers": answers}
         self._world.board.post_all({"announce": note, "begun/asked": found.id})
         return found
@@ -258,7 +258,7 @@ def _checked_request(note: Any, rank: int) -> tuple[int, str]:
     return note["n"], note["name"]
 
 
-def _checked_announcement(note: Any, size: int) -> Asked:
+def _checked_announcement(note: Any, size: int) -> RequestedCheckpoint:
     """What rank 0 has decided, trusting nothing in it."""
     given = note if isinstance(note, dict) else {}
     values: list[Any] = [given.get(key) for key in ("n", "id", "name", "answers")]
@@ -267,7 +267,7 @@ def _checked_announcement(note: Any, size: int) -> Asked:
     is_good = is_good and id_.rpartition("-")[0] == name and isinstance(answers, list) and len(answers) == size
     if not is_good or not all(map(_is_count, answers)):
         raise FormatError(f"rank 0 announces a checkpoint with {note!r:.80}, expected n, id, name and answers")
-    return Asked(n, id_, name, tuple(answers))
+    return RequestedCheckpoint(n, id_, name, tuple(answers))
 
 
 def _request_key(world: str) -> str:

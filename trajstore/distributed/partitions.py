@@ -12,7 +12,7 @@ import torch
 
 from trajstore.errors import MissingExtraError
 from trajstore.format.spans import END_LABELS, End
-from trajstore.sampling.compiled.selection import kernels_for
+from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.schema import Array
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def deal(lengths: Array, n: int, policy: Policy = "steps") -> Array:
 
 
 def _least_loaded(lengths: Array, n: int) -> Array:
-    kernels = kernels_for(torch.device("cpu"), True, "partition_loops")
+    kernels = compiled_loops(torch.device("cpu"), True, "partition_loops")
     if kernels is not None and n <= _MANY_PLACES:
         found: Array = kernels.least_loaded(lengths, n)
         return found

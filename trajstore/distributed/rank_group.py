@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trajstore.distributed.rank_notes import (
-    Board,
-    LocalBoard,
-    StorageBoard,
-    TorchBoard,
+    LocalNotes,
+    RankNotes,
+    StoreNotes,
+    TorchNotes,
     member_bytes,
     member_key,
     poll_s,
@@ -24,7 +24,7 @@ from trajstore.distributed.rank_notes import (
 )
 from trajstore.errors import ClosedError, FormatError, RankError, RankTimeoutError, StorageError
 from trajstore.format.ids import is_stream_id, new_id
-from trajstore.format.zarr_json import FORMAT, GROUP, dump_json, group_bytes
+from trajstore.format.zarr_json import FORMAT, GROUP, group_bytes, to_json_bytes
 from trajstore.storage import Storage
 
 _FIRST_POLL_S = 0.002
@@ -32,7 +32,7 @@ _KEPT_S = 30 * 86400.0  # what a world that began so long ago has left is remove
 
 
 @dataclass(slots=True)
-class World:
+class RankGroup:
     """One rank's place among all that write a store together.
 
     Attributes:
@@ -46,7 +46,7 @@ class World:
     id: str
     rank: int
     size: int
-    board: Board
+    board: RankNotes
     timeout_s: float
     is_closing: threading.Event = field(default_factory=threading.Event)
 
@@ -84,14 +84,16 @@ class World:
             found |= self.board.read([rank for rank in wanted if rank not in found], key)
             if missing := [rank for rank in wanted if rank not in found]:
                 if pause >= self.board.poll_s and (left := self.left(missing)):
-                    raise RankError(f"{named(left)} of {self.size} closed the buffer before that ({what or key})")
+                    raise RankError(
+                        f"{rank_names(left)} of {self.size} closed the buffer before that ({what or key})"
+                    )
                 if time.monotonic() > until:
                     raise RankTimeoutError(
-                        f"{named(missing)} of {self.size} did not answer within {self.timeout_s:g} s"
+                        f"{rank_names(missing)} of {self.size} did not answer within {self.timeout_s:g} s"
                         f" ({what or key}): not running, or stuck"
                     )
                 if self.is_closing.wait(pause) or not threading.main_thread().is_alive():
-                    raise ClosedError(f"the buffer was closed while it waited for {named(missing)}")
+                    raise ClosedError(f"the buffer was closed while it waited for {rank_names(missing)}")
                 pause = min(2 * pause, self.board.poll_s)
                 continue
             return [found[rank] for rank in wanted]
@@ -124,7 +126,7 @@ class World:
                     )
 
 
-def named(ranks: Iterable[int]) -> str:
+def rank_names(ranks: Iterable[int]) -> str:
     listed = [str(rank) for rank in ranks]
     return f"rank{'s' if len(listed) > 1 else ''} {', '.join(listed)}"
 
@@ -155,14 +157,14 @@ def torch_ranks() -> tuple[int, int] | None:
     return distributed.get_rank(), distributed.get_world_size()
 
 
-def alone(rank: int = 0) -> World:
+def single_rank(rank: int = 0) -> RankGroup:
     """A world of one."""
-    return World(new_id("world"), rank, 1, LocalBoard(), 0.0)
+    return RankGroup(new_id("world"), rank, 1, LocalNotes(), 0.0)
 
 
-def join(
+def join_group(
     storage: Storage, rank: int, size: int, *, checkpoint: str | None, timeout_s: float, through: str | None = None
-) -> World:
+) -> RankGroup:
     """Find the other ranks; returns when all of them are here.
 
     Args:
@@ -182,18 +184,18 @@ def join(
     if through == "torch" and there != (rank, size):
         raise ValueError(f"through='torch': torch.distributed has (rank, size) {there}, the buffer {(rank, size)}")
     if size == 1 and through != "store":
-        return alone(rank)
+        return single_rank(rank)
     if there == (rank, size):
         return _join_by_torch(storage, rank, size, checkpoint, timeout_s)
-    return _Joining(storage, rank, size, checkpoint, timeout_s).join()
+    return _Joining(storage, rank, size, checkpoint, timeout_s).join_group()
 
 
-def _join_by_torch(storage: Storage, rank: int, size: int, checkpoint: str | None, timeout_s: float) -> World:
+def _join_by_torch(storage: Storage, rank: int, size: int, checkpoint: str | None, timeout_s: float) -> RankGroup:
     """Find the other ranks in torch.distributed's store: as through ours, but there is only one newest world."""
-    begun = TorchBoard(_torch_store("trajstore"), 0)  # rank 0's note there names the world
+    begun = TorchNotes(_torch_store("trajstore"), 0)  # rank 0's note there names the world
     if rank == 0:
         id_ = new_id("world")
-        world = World(id_, 0, size, _torch_board(id_, 0), timeout_s)
+        world = RankGroup(id_, 0, size, _torch_board(id_, 0), timeout_s)
         begun.post("world", world.id)
         world.post("members", world.gather("here", "0"))
         put_world(storage, world.id, size, checkpoint)
@@ -202,16 +204,16 @@ def _join_by_torch(storage: Storage, rank: int, size: int, checkpoint: str | Non
     while time.monotonic() < until:
         newest = str(begun.read([0], "world").get(0, ""))
         if newest != mine:
-            mine, world = newest, World(newest, rank, size, _torch_board(newest, rank), timeout_s)
+            mine, world = newest, RankGroup(newest, rank, size, _torch_board(newest, rank), timeout_s)
             world.post("here", nonce)
         if mine and nonce in (world.read("members") or ()):
             return world
-        time.sleep(TorchBoard.poll_s)
+        time.sleep(TorchNotes.poll_s)
     raise RankTimeoutError(f"rank 0 of {size} did not begin, or not all ranks came, within {timeout_s:g} s")
 
 
-def _torch_board(world: str, rank: int) -> TorchBoard:
-    return TorchBoard(_torch_store(f"trajstore/{world}"), rank)
+def _torch_board(world: str, rank: int) -> TorchNotes:
+    return TorchNotes(_torch_store(f"trajstore/{world}"), rank)
 
 
 def _torch_store(prefix: str) -> Any:
@@ -220,9 +222,9 @@ def _torch_store(prefix: str) -> Any:
     return distributed_c10d.PrefixStore(prefix, distributed_c10d._get_default_store())
 
 
-def rejoin(
+def rejoin_group(
     storage: Storage, rank: int, size: int, *, world: str | None, timeout_s: float
-) -> tuple[World, str | None]:
+) -> tuple[RankGroup, str | None]:
     """Take a rank's place again that died, in a world that goes on; and the checkpoint that this started from.
 
     Raises:
@@ -232,9 +234,9 @@ def rejoin(
         known = read_world(storage, name)
         before = read_member(storage, name, rank)
         if known is not None and known["size"] == size and before is not None:
-            board = StorageBoard(storage, name, rank, os.urandom(16).hex(), before["notes"])
+            board = StoreNotes(storage, name, rank, os.urandom(16).hex(), before["notes"])
             board.post("left", None)
-            return World(name, rank, size, board, timeout_s), known.get("checkpoint")
+            return RankGroup(name, rank, size, board, timeout_s), known.get("checkpoint")
     which = f"'{world}'" if world is not None else f"of {size} ranks"
     raise RankError(f"{storage.display}: no world {which} that rank {rank} has been in, through the store")
 
@@ -249,7 +251,7 @@ def put_world(storage: Storage, world: str, size: int, checkpoint: str | None, *
         "checkpoint": checkpoint,
         "created_at": time.time(),
     }
-    storage.put_once("worlds/zarr.json", dump_json(GROUP))
+    storage.put_once("worlds/zarr.json", to_json_bytes(GROUP))
     storage.put(world_key(world), group_bytes(own))
     if is_joined:
         _remove_old(storage)
@@ -294,7 +296,7 @@ class _Joining:
         self._nonce = os.urandom(16).hex()
         self._seen: dict[str, str] = {}  # worlds that can't be ours, and why
 
-    def join(self) -> World:
+    def join_group(self) -> RankGroup:
         if self._rank == 0:
             newest = next(iter(list_worlds(self._storage)), None)
             world = self._world(new_id("world", after=newest))  # whatever the clock of an earlier launch said
@@ -316,9 +318,9 @@ class _Joining:
             time.sleep(pause)
             pause = min(2 * pause, poll_s(self._storage))
 
-    def _world(self, id_: str) -> World:
-        board = StorageBoard(self._storage, id_, self._rank, self._nonce)
-        return World(id_, self._rank, self._size, board, self._timeout_s)
+    def _world(self, id_: str) -> RankGroup:
+        board = StoreNotes(self._storage, id_, self._rank, self._nonce)
+        return RankGroup(id_, self._rank, self._size, board, self._timeout_s)
 
     def _take(self, world: str) -> bool:
         """Take this rank's place; False if somebody else has it."""
@@ -327,7 +329,7 @@ class _Joining:
         found = read_member(self._storage, world, self._rank)
         return found is not None and found["nonce"] == self._nonce
 
-    def _lead(self, world: World) -> World:
+    def _lead(self, world: RankGroup) -> RankGroup:
         """Wait for all others, then say who is in."""
         members: dict[int, str] = {0: self._nonce}
         until, pause = time.monotonic() + self._timeout_s, _FIRST_POLL_S
@@ -346,7 +348,7 @@ class _Joining:
     def _absent(self, missing: list[int], world: str) -> str:
         newer = [name for name in list_worlds(self._storage) if name > world]
         why = f"; another process of rank 0 has begun '{newer[0]}' since: is a rank there twice?" if newer else ""
-        return f"{named(missing)} of {self._size} did not join within {self._timeout_s:g} s{why}"
+        return f"{rank_names(missing)} of {self._size} did not join within {self._timeout_s:g} s{why}"
 
     def _newest(self, mine: str) -> str | None:
         """The newest world with a place for this rank, which is taken then; None: there is none newer than ours."""
@@ -402,7 +404,7 @@ class _Joining:
             ranks = range(self._size)
             found = self._storage.map(lambda rank: read_member(self._storage, mine, rank), ranks)
             missing = [rank for rank, member in zip(ranks, found, strict=True) if member is None]
-            who = named(missing) if missing else "rank 0"
+            who = rank_names(missing) if missing else "rank 0"
             return f"{who} of {self._size} did not join '{mine}' within {self._timeout_s:g} s"
         newest = max(self._seen, default=None)
         why = f"; the newest world, '{newest}', {self._seen[newest]}" if newest is not None else ""

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from trajstore.errors import FormatError, RankError
-from trajstore.format.zarr_json import FORMAT, group_bytes, load_json, own_attributes
+from trajstore.format.zarr_json import FORMAT, group_bytes, parse_json, trajstore_attributes
 from trajstore.storage import Storage
 
 _MAX_NOTE_BYTES = 16 << 20
 
 
-class Board(Protocol):
+class RankNotes(Protocol):
     """Notes by rank and key. A rank writes its own and reads those of all; a later note replaces an earlier one.
 
     Attributes:
@@ -33,7 +33,7 @@ class Board(Protocol):
         """The notes of some ranks, as far as there are any."""
 
 
-class LocalBoard:
+class LocalNotes:
     """Notes of a rank that is alone."""
 
     poll_s = 0.01
@@ -52,7 +52,7 @@ class LocalBoard:
         return {} if note is None else dict.fromkeys(ranks, note)
 
 
-class StorageBoard:
+class StoreNotes:
     """Notes in the store: one small object a rank, which that rank alone writes."""
 
     def __init__(
@@ -104,7 +104,7 @@ def read_group(storage: Storage, key: str, kind: str) -> tuple[dict[str, Any] | 
         data = storage.get(key)
     except FileNotFoundError:
         return None, what
-    return own_attributes(load_json(data, what), kind, what), what
+    return trajstore_attributes(parse_json(data, what), kind, what), what
 
 
 def poll_s(storage: Storage) -> float:
@@ -124,7 +124,7 @@ def read_member(storage: Storage, world: str, rank: int) -> dict[str, Any] | Non
     return own
 
 
-class TorchBoard:
+class TorchNotes:
     """Notes in the key-value store of torch.distributed, which every process group has, whatever its backend."""
 
     poll_s = 0.02

@@ -12,7 +12,7 @@ import numpy as np
 from trajstore.arguments import check_positive
 from trajstore.distributed.partitions import Partitions, Policy, causes, deal, fates
 from trajstore.errors import CorruptionError
-from trajstore.format.spans import End, join, span_table
+from trajstore.format.spans import End, join_spans_by_episode, span_table
 from trajstore.sampling.episode_index import GONE
 from trajstore.schema import Array
 from trajstore.storage import Storage
@@ -59,10 +59,10 @@ def redistribute(
     storage = open_store(url, at=checkpoint, storage_options=storage_options).snapshot.storage
     found = checkpoints.find(storage, checkpoint)
     snapshot = Snapshot.at(storage, read_schema(storage), found)
-    return plan(snapshot, found, world_size, policy=policy, incomplete=incomplete, n_envs=n_envs)
+    return plan_partitions(snapshot, found, world_size, policy=policy, incomplete=incomplete, n_envs=n_envs)
 
 
-def plan(
+def plan_partitions(
     snapshot: Snapshot,
     checkpoint: Checkpoint,
     world_size: int,
@@ -131,7 +131,7 @@ def in_threads(function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         return list(threads.map(function, items))
 
 
-class Finder:
+class EpisodeFinder:
     """Finds episodes by stream number and their number there."""
 
     def __init__(self, stream: Array, episode: Array) -> None:
@@ -173,9 +173,11 @@ class _Episodes:
         columns = _each_once({name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]})
         # What had no end yet is told apart from what a writer has cut.
         parts = [replace(part, is_finished=False) for part in snapshot.parts()]
-        joined = join(span_table(parts, None))
+        joined = join_spans_by_episode(span_table(parts, None))
         spans, last = joined.columns, joined.last
-        at = Finder(spans["stream"][last], spans["episode"][last]).find(columns["stream"], columns["episode"])
+        at = EpisodeFinder(spans["stream"][last], spans["episode"][last]).find(
+            columns["stream"], columns["episode"]
+        )
         if (at < 0).any():
             lost = int(np.flatnonzero(at < 0)[0])
             name = snapshot.names[int(columns["stream"][lost])] if columns["stream"][lost] >= 0 else "unknown"

@@ -9,23 +9,23 @@ from typing import Any
 
 from trajstore.errors import CorruptionError, DataError, FormatError
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.commit_record import CommitRecord, Replaces, View, check_count, layouts_of
+from trajstore.format.commit_record import CommitRecord, Replaces, SessionView, check_count, stream_layouts
 from trajstore.format.ids import is_stream_id
 from trajstore.format.zarr_json import (
     FORMAT,
     GROUP,
     MAX_RECORD_BYTES,
     check_checksum,
-    dump_json,
-    load_json,
-    own_attributes,
+    parse_json,
+    to_json_bytes,
+    trajstore_attributes,
     with_checksum,
 )
 from trajstore.schema import Schema
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StreamExtent:
     """What a view shows of one stream: rows ``[first, stop)``, of its first ``spans`` spans.
 
     Attributes:
@@ -61,7 +61,7 @@ class Cut:
             text_bytes=self.text_bytes,
             first_row=self.first,
             is_sealed=True,
-            view=View(discarded=discarded),
+            view=SessionView(discarded=discarded),
             columns={},
             layouts={path: a for path, a in record.layouts.items() if not path.startswith("columns/")},
         )
@@ -89,14 +89,14 @@ class Checkpoint:
     created_at: float
     parent: str | None = None
     world: str | None = None
-    streams: Mapping[str, Cut] = field(default_factory=dict)
+    streams: Mapping[str, StreamExtent] = field(default_factory=dict)
     is_complete: bool = False
     ancestors: tuple[str, ...] = ()
     pinned_at: float | None = None
     n_ranks: int | None = None
 
 
-def to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes: Mapping[str, Any] | None) -> bytes:
+def checkpoint_to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes: Mapping[str, Any] | None) -> bytes:
     """The record of a checkpoint, with what is said of its state, and the nodes below its group.
 
     ``nodes`` is None where they are not known all at once: walkers list them then.
@@ -141,13 +141,13 @@ class _Kinds:
     def number(self, record: CommitRecord) -> int:
         arrays = {path: layout.metadata(0) for path, layout in record.layouts.items()}
         kind = {"schema": record.schema.to_json(), "arrays": arrays}
-        number = self._numbers.setdefault(dump_json(kind), len(self.known))
+        number = self._numbers.setdefault(to_json_bytes(kind), len(self.known))
         if number == len(self.known):
             self.known.append(kind)
         return number
 
 
-def _cut_json(cut: Cut, kinds: _Kinds) -> dict[str, Any]:
+def _cut_json(cut: StreamExtent, kinds: _Kinds) -> dict[str, Any]:
     return {
         "first": cut.first,
         "stop": cut.stop,
@@ -172,15 +172,17 @@ def _record_json(record: CommitRecord, kinds: _Kinds) -> dict[str, Any]:
     }
 
 
-def parse(data: bytes, checkpoint_id: str, where: str) -> tuple[Checkpoint, dict[str, Any], dict[str, Any]]:
+def parse_checkpoint(
+    data: bytes, checkpoint_id: str, where: str
+) -> tuple[Checkpoint, dict[str, Any], dict[str, Any]]:
     """Read a record, trusting nothing in it: the checkpoint, what is said of its state, and the nodes below it.
 
     Raises:
         FormatError: It is malformed, of another format, or not what was written.
     """
     what = f"{where}/checkpoints/{checkpoint_id}"
-    parsed = load_json(data, what)
-    own = own_attributes(parsed, "checkpoint", what)
+    parsed = parse_json(data, what)
+    own = trajstore_attributes(parsed, "checkpoint", what)
     check_checksum(data, what)
     try:
         checkpoint = _checkpoint(own)
@@ -217,17 +219,17 @@ def _checkpoint(own: Mapping[str, Any]) -> Checkpoint:
 def _kind(data: Mapping[str, Any]) -> CommitRecord:
     """A record of a stream of this kind, without rows."""
     schema = Schema.from_json(data["schema"])
-    layouts = {path: ArrayLayout.from_metadata(data["arrays"][path], path)[0] for path in layouts_of(schema)}
-    for path, expected in layouts_of(schema).items():
+    layouts = {path: ArrayLayout.from_metadata(data["arrays"][path], path)[0] for path in stream_layouts(schema)}
+    for path, expected in stream_layouts(schema).items():
         if (layouts[path].dtype, layouts[path].row_shape) != (expected.dtype, expected.row_shape):
             raise FormatError(f"array '{path}' is not what the schema says")
     return CommitRecord("", "", schema, layouts)
 
 
-def _cut(stream: str, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> Cut:
+def _cut(stream: str, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> StreamExtent:
     counts = {name: check_count(data[name], name) for name in ("first", "stop", "spans", "text_bytes")}
     discarded = tuple(check_count(number, "discarded") for number in data["discarded"])
-    cut = Cut(counts["first"], counts["stop"], counts["spans"], counts["text_bytes"], discarded=discarded)
+    cut = StreamExtent(counts["first"], counts["stop"], counts["spans"], counts["text_bytes"], discarded=discarded)
     if cut.first > cut.stop:
         raise FormatError(f"stream '{stream}': rows {cut.first} to {cut.stop}")
     if data["record"] is None:
@@ -235,7 +237,7 @@ def _cut(stream: str, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) ->
     return replace(cut, record=cut.of(_record(stream, cut, data["record"], kinds)))
 
 
-def _record(stream: str, cut: Cut, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> CommitRecord:
+def _record(stream: str, cut: StreamExtent, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> CommitRecord:
     lineage = data["lineage"]
     return replace(
         kinds[check_count(data["kind"], "kind")],

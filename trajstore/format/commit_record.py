@@ -19,8 +19,8 @@ from trajstore.format.zarr_json import (
     FORMAT,
     GROUP,
     check_checksum,
-    load_json,
-    own_attributes,
+    parse_json,
+    trajstore_attributes,
     with_checksum,
 )
 from trajstore.schema import Field, Schema
@@ -31,7 +31,7 @@ _COLUMN_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SessionView:
     """What a session decided about streams older than its own."""
 
     first_rows: Mapping[str, int] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class View:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> View:
-        return View(
+    def from_json(data: Mapping[str, Any]) -> SessionView:
+        return SessionView(
             {_id(stream): _count(row) for stream, row in data["first_rows"].items()},
             {_id(stream): tuple(map(_count, episodes)) for stream, episodes in data["discarded"].items()},
             tuple(_id(stream) for stream in data["dead"]),
@@ -58,7 +58,7 @@ class View:
         first_rows: Mapping[str, int] | None = None,
         discarded: Mapping[str, Iterable[int]] | None = None,
         dead: Collection[str] | None = None,
-    ) -> View:
+    ) -> SessionView:
         """The view after more was decided; what was decided before stays.
 
         Raises:
@@ -74,7 +74,7 @@ class View:
         check_stream_ids(dead or (), "dead")
         for stream, row in marks.items():
             check_mark(stream, self.first_rows.get(stream, 0), row)
-        return View(
+        return SessionView(
             {**self.first_rows, **marks},
             {**self.discarded, **{s: tuple(sorted({*self.discarded.get(s, ()), *e})) for s, e in episodes.items()}},
             tuple(dict.fromkeys((*self.dead, *(dead or ())))),
@@ -117,7 +117,7 @@ class Replaces:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnState:
+class DerivedColumnState:
     """How far a derived column of some target stream has come: values for rows [first, stop), then changes."""
 
     generation: int
@@ -138,12 +138,12 @@ class ColumnState:
         }
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> ColumnState:
+    def from_json(data: Mapping[str, Any]) -> DerivedColumnState:
         field_ = Field(str(data["dtype"]), tuple(_count(n) for n in data["shape"]))
         counts = {name: _count(data[name]) for name in ("generation", "first", "stop", "deltas")}
         if counts["first"] > counts["stop"]:
             raise FormatError(f"a column holds rows {counts['first']} to {counts['stop']}")
-        return ColumnState(dtype=field_.dtype, shape=field_.shape, **counts)
+        return DerivedColumnState(dtype=field_.dtype, shape=field_.shape, **counts)
 
     def paths(self, target: str, name: str, generation: int | None = None) -> tuple[str, str, str]:
         """Its three arrays: values, and rows and values of changes. Generations take turns in two places."""
@@ -167,7 +167,7 @@ class ColumnState:
         return dict(zip(self.lengths(target, name), (values, rows, changes) * 2, strict=True))
 
 
-Columns = Mapping[str, Mapping[str, ColumnState]]  # by target stream and name
+DerivedColumnStates = Mapping[str, Mapping[str, DerivedColumnState]]  # by target stream and name
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,9 @@ class CommitRecord:
     world: str | None = None
     checkpoint: str | None = None
     first_row: int = 0
-    view: View = field(default_factory=View)
+    view: SessionView = field(default_factory=SessionView)
     replaces: Replaces | None = None
-    columns: Columns = field(default_factory=dict)
+    columns: DerivedColumnStates = field(default_factory=dict)
 
     @property
     def shown_as(self) -> str:
@@ -260,8 +260,8 @@ class CommitRecord:
             FormatError: It is malformed, of another format, or its parts contradict each other.
         """
         what = f"{where}/streams/{stream_id}"
-        parsed = load_json(data, what)
-        own = own_attributes(parsed, "stream", what)
+        parsed = parse_json(data, what)
+        own = trajstore_attributes(parsed, "stream", what)
         check_checksum(data, what)
         try:
             record = _parse(own, parsed["consolidated_metadata"]["metadata"])
@@ -274,7 +274,7 @@ class CommitRecord:
         return record
 
 
-def layouts_of(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:
+def stream_layouts(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:
     """The arrays of a stream, by path: one a field, and three for the spans."""
     layouts = {f"steps/{path}": ArrayLayout.of(spec, commit_steps) for path, spec in schema.fields.items()}
     numbers = Codec.parse("blosc-lz4:5")
@@ -302,13 +302,13 @@ def _id(value: object) -> str:
     return value
 
 
-def _columns(data: Mapping[str, Any]) -> dict[str, dict[str, ColumnState]]:
+def _columns(data: Mapping[str, Any]) -> dict[str, dict[str, DerivedColumnState]]:
     for named in data.values():
         for name in named:
             if not is_column_name(name):
                 raise FormatError(f"{name!r:.80} is not the name of a column")
     return {
-        _id(target): {name: ColumnState.from_json(state) for name, state in named.items()}
+        _id(target): {name: DerivedColumnState.from_json(state) for name, state in named.items()}
         for target, named in data.items()
     }
 
@@ -335,7 +335,7 @@ def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
     except SchemaError as error:
         raise FormatError(str(error)) from error
     columns = _columns(own["columns"])
-    expected = layouts_of(schema)
+    expected = stream_layouts(schema)
     for target, named in columns.items():
         for name, state in named.items():
             expected |= state.layouts(target, name)
@@ -360,7 +360,7 @@ def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
         world=_optional_text(own["lineage"]["world"]),
         checkpoint=_optional_text(own["lineage"]["checkpoint"]),
         first_row=_count(own["first_row"]),
-        view=View.from_json(own["view"]),
+        view=SessionView.from_json(own["view"]),
         replaces=Replaces.from_json(own["replaces"]) if own["replaces"] is not None else None,
         columns=columns,
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trajstore.errors import CorruptionError, EpisodeNotFoundError, MissingExtraError
-from trajstore.format.spans import END_LABELS, End, StreamSpans, join, span_table
+from trajstore.format.spans import END_LABELS, End, VisibleSpans, join_spans_by_episode, span_table
 from trajstore.schema import Array, Schema
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 from trajstore.format.handles import EpisodeKey
 
 
-class SpanRows(NamedTuple):
+class SpanExtent(NamedTuple):
     """Rows of one span, as a reader needs them."""
 
     source: int
@@ -37,14 +37,14 @@ class EpisodeTable:
     def __init__(
         self,
         streams: Sequence[str],
-        parts: Sequence[StreamSpans],
+        parts: Sequence[VisibleSpans],
         schema: Schema | None,
         read_text: Callable[[int, int, int], bytes],
     ) -> None:
         self._streams = np.array(streams, dtype=object)
         self._schema = schema
         self._read_text = read_text
-        joined = join(span_table(parts, schema))
+        joined = join_spans_by_episode(span_table(parts, schema))
         self._spans = joined.columns
         self._first, self._last, self._rows = joined.first, joined.last, joined.n_rows
 
@@ -161,12 +161,12 @@ class EpisodeTable:
             raise EpisodeNotFoundError(f"no episode {i}: this snapshot has {len(self)} episodes, counted from 0")
         return i % len(self)
 
-    def spans(self, i: int) -> list[SpanRows]:
+    def spans(self, i: int) -> list[SpanExtent]:
         """Where the rows of episode ``i`` lie, in order of time."""
         i = self._position(i)
         s = self._spans
         return [
-            SpanRows(int(s["source"][k]), int(s["t_start"][k]), int(s["row_start"][k]), int(s["row_stop"][k]))
+            SpanExtent(int(s["source"][k]), int(s["t_start"][k]), int(s["row_start"][k]), int(s["row_stop"][k]))
             for k in range(self._first[i], self._last[i] + 1)
             if s["row_stop"][k] > s["row_start"][k]
         ]

@@ -13,7 +13,7 @@ def newest_world(records: Iterable[CommitRecord]) -> str | None:
     return None if newest is None else newest.world
 
 
-def first_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
+def first_live_rows(records: Sequence[CommitRecord]) -> dict[str, int]:
     """The first live row of each stream: its own mark, or what every session of the newest world has passed.
 
     A session that goes on from a checkpoint may want rows that the one before had given up since: of streams of

@@ -156,7 +156,7 @@ def check_spans(spans: Spans, rows: int, text_bytes: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamSpans:
+class VisibleSpans:
     """The spans of one physical stream that a view shows, and how to read them."""
 
     stream: int  # index of the logical stream whose handles these are
@@ -168,13 +168,13 @@ class StreamSpans:
     hidden: tuple[tuple[int, int], ...] = ()  # row ranges that other streams replace
     discarded: frozenset[int] = frozenset()
 
-    def after(self, n: int) -> StreamSpans:
+    def after(self, n: int) -> VisibleSpans:
         """The same without the first ``n`` spans."""
         return replace(self, spans=Spans(self.spans.ints[n:], self.spans.floats[n:])) if n else self
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedSpans:
+class EpisodeSpans:
     """Spans brought together by episode: episode i has the spans ``first[i]`` to ``last[i]``, both included."""
 
     columns: dict[str, Array]
@@ -189,31 +189,31 @@ class JoinedSpans:
         return {name: column[spans] for name, column in self.columns.items()}
 
     def span_numbers(self, chosen: Array) -> Array:
-        owner, number = ranges((self.last - self.first + 1)[chosen])
+        owner, number = expand_counts((self.last - self.first + 1)[chosen])
         found: Array = self.first[chosen][owner] + number
         return found
 
 
-def ranges(count: Array) -> tuple[Array, Array]:
+def expand_counts(count: Array) -> tuple[Array, Array]:
     """For so many of each: which it is of, and its number there."""
     owner = np.repeat(np.arange(len(count)), count)
     return owner, np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
 
 
-def all_between(start: Array, stop: Array) -> tuple[Array, Array]:
+def expand_ranges(start: Array, stop: Array) -> tuple[Array, Array]:
     """All numbers from start to stop, range after range, and the range that each is of."""
-    owner, number = ranges(np.maximum(stop - start, 0))
+    owner, number = expand_counts(np.maximum(stop - start, 0))
     return owner, number + start[owner]
 
 
-def join(columns: dict[str, Array]) -> JoinedSpans:
+def join_spans_by_episode(columns: dict[str, Array]) -> EpisodeSpans:
     """Bring the spans of each episode together, in order of time; leaves out episodes that are evicted entirely."""
     order = _episode_order(columns)
     if order is not None:
         columns = {name: column[order] for name, column in columns.items()}
     n_rows = columns["row_stop"] - columns["row_start"]
     if not len(n_rows):
-        return JoinedSpans(columns, n_rows, n_rows, n_rows, n_rows)
+        return EpisodeSpans(columns, n_rows, n_rows, n_rows, n_rows)
     is_first = np.ones(len(n_rows), bool)
     is_first[1:] = (np.diff(columns["stream"]) != 0) | (np.diff(columns["episode"]) != 0)
     first = np.flatnonzero(is_first)
@@ -222,10 +222,10 @@ def join(columns: dict[str, Array]) -> JoinedSpans:
     is_left = (rows > 0) | (n_evicted == 0)
     # Rows of an episode go from the front, from one span after the other.
     first_t = (columns["t_start"] - columns["n_evicted"])[first] + n_evicted
-    return JoinedSpans(columns, first[is_left], last[is_left], rows[is_left], first_t[is_left])
+    return EpisodeSpans(columns, first[is_left], last[is_left], rows[is_left], first_t[is_left])
 
 
-def span_table(parts: Sequence[StreamSpans], schema: Schema | None) -> dict[str, Array]:
+def span_table(parts: Sequence[VisibleSpans], schema: Schema | None) -> dict[str, Array]:
     """Visible spans of several streams, column by column."""
     names = (
         *SPAN_INTS,
@@ -242,7 +242,7 @@ def span_table(parts: Sequence[StreamSpans], schema: Schema | None) -> dict[str,
     }
 
 
-def _visible(part: StreamSpans) -> dict[str, Array]:
+def _visible(part: VisibleSpans) -> dict[str, Array]:
     """Columns of one stream's spans, without what is evicted, replaced or discarded."""
     ints, floats = part.spans.ints, part.spans.floats
     columns = {name: ints[:, i] for i, name in enumerate(part.columns[0])}

@@ -15,16 +15,16 @@ GROUP: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {
 MAX_RECORD_BYTES = 64 << 20
 
 
-def dump_json(data: Mapping[str, Any]) -> bytes:
+def to_json_bytes(data: Mapping[str, Any]) -> bytes:
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def group_bytes(own: Mapping[str, Any]) -> bytes:
     """The ``zarr.json`` of a group that has nothing but these attributes of ours."""
-    return dump_json(GROUP | {"attributes": {"trajstore": own}})
+    return to_json_bytes(GROUP | {"attributes": {"trajstore": own}})
 
 
-def load_json(data: bytes, what: str) -> dict[str, Any]:
+def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """Parse a ``zarr.json``.
 
     Raises:
@@ -47,7 +47,7 @@ _NO_CHECKSUM = "00000000"
 
 def with_checksum(data: Mapping[str, Any]) -> bytes:
     """A ``zarr.json`` whose first ``"crc32c"`` is the checksum of its own text with zeros in that place."""
-    text = dump_json(data)
+    text = to_json_bytes(data)
     found = _CHECKSUM.search(text)
     assert found is not None
     return text[: found.start(1)] + f"{crc32c(text):08x}".encode() + text[found.end(1) :]
@@ -67,7 +67,7 @@ def check_checksum(text: bytes, what: str) -> None:
         raise FormatError(f"{what} is damaged: its checksum does not match")
 
 
-def own_attributes(data: Mapping[str, Any], kind: str, what: str) -> dict[str, Any]:
+def trajstore_attributes(data: Mapping[str, Any], kind: str, what: str) -> dict[str, Any]:
     """The ``trajstore`` attributes of a group, of the expected kind and a format this version reads."""
     attributes = data.get("attributes")
     own = attributes.get("trajstore") if isinstance(attributes, dict) else None

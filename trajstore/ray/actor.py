@@ -23,8 +23,8 @@ from trajstore.errors import ClosedError, DataError, RankError, StorageError
 from trajstore.ray.rollout_blocks import Op
 from trajstore.ray.shared_memory import Layout, Share, serve
 from trajstore.replay.buffer import ReplayBuffer
-from trajstore.replay.options import ReplayOptions, settle_options
-from trajstore.sampling.draws import Among, first_recent
+from trajstore.replay.options import ReplayOptions, check_options
+from trajstore.sampling.draws import DrawScope, first_recent
 from trajstore.sampling.outputs import Ring, flat_outputs
 from trajstore.sampling.prioritised_draws import PrioritySampler
 from trajstore.sampling.windows import Windows
@@ -57,7 +57,7 @@ class Spec:
 
     @property
     def settled(self) -> ReplayOptions:
-        return settle_options(ReplayOptions(), self.options)
+        return check_options(ReplayOptions(), self.options)
 
 
 def _open_partition(spec: Spec, rank: int, is_restart: bool) -> ReplayBuffer:
@@ -140,7 +140,7 @@ def get(ref: Any, timeout_s: float | None = None) -> Any:
 def _share(buffer: ReplayBuffer, windows: Windows, which: Mapping[str, Any]) -> Share:
     """What a draw from this partition would be in proportion to."""
     names = ("where", "recent_steps", "recent_episodes", "recent_fraction")
-    among = Among(**{name: which[name] for name in names if name in which})
+    among = DrawScope(**{name: which[name] for name in names if name in which})
     source, sampler = buffer.reader._source, buffer.reader._priorities
     with source.lock:
         source.publish()
@@ -156,7 +156,7 @@ def _share(buffer: ReplayBuffer, windows: Windows, which: Mapping[str, Any]) -> 
         return Share(((fraction, total - first_recent(kind, among)), (1 - fraction, total)))
 
 
-def _mass(sampler: PrioritySampler, windows: Windows, among: Among) -> Share:
+def _mass(sampler: PrioritySampler, windows: Windows, among: DrawScope) -> Share:
     """The sum of (p + eps)^alpha over what can be drawn, on one scale for all partitions."""
     mass, options, fraction = sampler.mass(windows, among), sampler.options, among.recent_fraction
     if mass is None:

@@ -19,7 +19,7 @@ from trajstore.arguments import check_positive
 from trajstore.errors import DataError, NotReadyError
 from trajstore.ray.actor import Piece, Shared, get, to_tensors
 from trajstore.ray.shared_memory import Layout, Lease, LineLostError, Lines, Share
-from trajstore.sampling.rng import Counter
+from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array
 
@@ -78,7 +78,7 @@ class Learner:
 
     def __init__(self, actors: Sequence[Any], seed: int) -> None:
         self._actors = actors
-        self._rng = Counter(seed)
+        self._rng = CounterRng(seed)
         self._layouts: dict[Kind, Layout] = {}
         self._lines: dict[Kind, Lines] = {}
         self._shared: dict[int, tuple[Any, Shared]] = {}

@@ -23,7 +23,7 @@ from trajstore.format.handles import Handle, Handles
 from trajstore.ray.actor import GROUPS, Partition, Spec, get
 from trajstore.ray.learner import Flat, Learner
 from trajstore.ray.writer import RayWriter
-from trajstore.replay.options import ReplayOptions, settle_options
+from trajstore.replay.options import ReplayOptions, check_options
 from trajstore.sampling.outputs import to_batch
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema
@@ -160,7 +160,7 @@ class RayReplayBuffer:
         checkpoint: str | None,
     ) -> RayReplayBuffer:
         check_positive("n_actors", n_actors)
-        settle_options(ReplayOptions(), options)  # refuses what there is not, before anything is started
+        check_options(ReplayOptions(), options)  # refuses what there is not, before anything is started
         if options.get("share") == "whole":
             raise ValueError("share='whole': every actor would have all of it; the service has partitions")
         as_tensordict = bool(options.get("as_tensordict"))

@@ -24,7 +24,7 @@ from trajstore.format.spans import End
 from trajstore.ray.actor import get
 from trajstore.ray.rollout_blocks import Op, Rollout, copied, flags_of, led, n_bytes_of, n_steps_of, rows_of
 from trajstore.schema import Array
-from trajstore.writing.open_episodes import Flags, Lanes, check_ends, end_of
+from trajstore.writing.open_episodes import Flags, OpenEpisodes, check_ends, end_of
 from trajstore.writing.validation import Step, leading_shape
 
 _log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class RayWriter:
         self._id, self._epoch = uuid.uuid4().hex, 0
         self._incarnation: int = get(actor.incarnation.remote())
         self._lock = threading.RLock()
-        self._lanes = Lanes()  # episodes as this writer counts them
+        self._lanes = OpenEpisodes()  # episodes as this writer counts them
         self._rollout: Rollout | None = None
         self._ops: list[Op] = []
         self._staged_steps = self._staged_bytes = 0

@@ -22,27 +22,34 @@ import torch
 
 from trajstore.arguments import check_positive
 from trajstore.distributed.partitions import PartitionReport, Policy
-from trajstore.distributed.redistribution import plan as plan_partitions
+from trajstore.distributed.redistribution import plan_partitions as plan_partitions
 from trajstore.errors import ClosedError, RankError, SnapshotExpiredError
+from trajstore.format.checkpoint_record import Checkpoint, StreamExtent
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.handles import EpisodeKey, Handle, Handles
-from trajstore.replay.checkpoint_schedule import Saver, SavingOptions
-from trajstore.replay.checkpoint_writer import Taken, prune
+from trajstore.replay.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
+from trajstore.replay.checkpoint_writer import CapturedState, prune
 from trajstore.replay.exit_hooks import ExitHooks
-from trajstore.replay.options import ReplayOptions, settle_options, to_json, with_ranks
-from trajstore.replay.retention import Retainer, Retention, first_rows
-from trajstore.replay.session_start import How, Start, as_tensors, start_fresh, start_rejoined, start_resumed
+from trajstore.replay.options import ReplayOptions, check_options, to_json, with_ranks
+from trajstore.replay.retention import Evictor, Retention, unshown_rows
+from trajstore.replay.session_start import (
+    RedistributionOptions,
+    SessionStart,
+    as_tensors,
+    start_fresh,
+    start_rejoined,
+    start_resumed,
+)
 from trajstore.replay.statistics import RunningStatistics
 from trajstore.sampling.batch_assembler import Where
-from trajstore.sampling.batch_iterator import Batches
+from trajstore.sampling.batch_iterator import BatchIterator
 from trajstore.sampling.outputs import Ring
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.rng import rank_seed
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, Field, Schema
 from trajstore.store import checkpoints
-from trajstore.store.checkpoints import Checkpoint, Cut
-from trajstore.store.garbage_collection import Sweeper
+from trajstore.store.garbage_collection import GarbageCollector
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store, Url, create
 from trajstore.store.store import open as open_store
@@ -118,7 +125,7 @@ class ReplayBuffer:
         fsync: bool = True,
         **options: Any,
     ) -> None:
-        settled = settle_options(ReplayOptions(), with_ranks(options))
+        settled = check_options(ReplayOptions(), with_ranks(options))
         store = create(url, schema, storage_options=storage_options, exist_ok=True, fsync=fsync)
         self._begin(start_fresh(store, settled))
 
@@ -165,7 +172,7 @@ class ReplayBuffer:
         store = open_store(url, storage_options=storage_options, fsync=fsync)
         which = checkpoint if isinstance(checkpoint, str) else checkpoint["checkpoint"]
         buffer = cls.__new__(cls)
-        buffer._begin(start_resumed(store, which, changes, How(policy, incomplete, n_envs)))
+        buffer._begin(start_resumed(store, which, changes, RedistributionOptions(policy, incomplete, n_envs)))
         return buffer
 
     @classmethod
@@ -203,7 +210,7 @@ class ReplayBuffer:
         buffer._begin(start_rejoined(store, world, {**changes, "rank": rank, "world_size": world_size}))
         return buffer
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: SessionStart) -> None:
         self._start, self.options = start, start.options
         self._store, self._world, self._plan = start.store, start.world, start.plan
         self._storage = start.store.snapshot.storage
@@ -222,7 +229,7 @@ class ReplayBuffer:
         self._version: int | None = None
         self._bytes_per_step: float | None = None
         self._hooks: ExitHooks | None = None
-        self._iterators: list[weakref.ref[Batches]] = []
+        self._iterators: list[weakref.ref[BatchIterator]] = []
         self._saved_iterators: list[Mapping[str, Any]] = list(start.state["iterators"]) if start.state else []
         self._given_up = {record.id: record.first_row for record in start.store.snapshot.streams}
         self.abandoned = start.abandoned
@@ -236,7 +243,7 @@ class ReplayBuffer:
                 _failure_of(self._world.leave)  # nobody need wait for this one
             raise
 
-    def _enter(self, start: Start) -> None:
+    def _enter(self, start: SessionStart) -> None:
         """Take part: with a stream of its own, and a say in what is kept of the others."""
         options, world, checkpoint = start.options, start.world, start.checkpoint
         self._writer = start.store.writer(
@@ -287,23 +294,23 @@ class ReplayBuffer:
             streams=state["order"]["streams"] if state else (),
         )
         self._source = self._reader._source
-        self._retainer = Retainer(self._source, Retention.of(options.capacity))
+        self._retainer = Evictor(self._source, Retention.of(options.capacity))
         if state is not None:
             self._restore(state)
         self._retainer.follow(shown)
         if options.statistics:
             self._writer.observe(self._observe)
-        self._sweeper = Sweeper(
+        self._sweeper = GarbageCollector(
             self._storage, self._writer, grace_s=options.grace_s, pins=self._pins, records=self._records
         )
-        self._saver = Saver(
+        self._saver = CheckpointSchedule(
             self._storage,
             self._world,
             checkpoint.id if checkpoint is not None else None,
             self._sweeper.check_pins,
             self._writer.wait,
             self._take_cut,
-            SavingOptions(options.attend_s, options.checkpoint_seconds, options.keep_checkpoints),
+            CheckpointOptions(options.attend_s, options.checkpoint_seconds, options.keep_checkpoints),
         )
         self._source.published = self._retain
         if (checkpoint is not None or self._start.is_back) and self._store.schema is not None:
@@ -483,7 +490,7 @@ class ReplayBuffer:
 
     def batches(
         self, batch_size: int, windows: Windows | None = None, *, prefetch: int = 0, **which: Any
-    ) -> Batches:
+    ) -> BatchIterator:
         """An endless iterator over batches, with some prepared in the background; see `Reader.batches`.
 
         Checkpoints keep where it is. After `resume`, the first iterator that is asked for goes on where the first
@@ -501,7 +508,7 @@ class ReplayBuffer:
             self._iterators = [*(ref for ref in self._iterators if ref() is not None), weakref.ref(iterator)]
         return iterator
 
-    def epoch(self, batch_size: int, windows: Windows | None = None, **options: Any) -> Batches:
+    def epoch(self, batch_size: int, windows: Windows | None = None, **options: Any) -> BatchIterator:
         """An iterator over every window once; see `Reader.epoch`."""
         self._check()
         return self._reader.epoch(batch_size, self.options.sample if windows is None else windows, **options)
@@ -541,7 +548,7 @@ class ReplayBuffer:
         self._check()
         return self._reader.write_all(name, values)
 
-    def read_all_in_order(self, **options: Any) -> Batches:
+    def read_all_in_order(self, **options: Any) -> BatchIterator:
         """An iterator over all steps, a block at a time; see `Reader.read_all_in_order`."""
         self._check()
         return self._reader.read_all_in_order(**options)
@@ -908,7 +915,7 @@ class ReplayBuffer:
                 self._saver.cancel()  # nobody waits for it any longer
                 raise
 
-    def _take_cut(self, name: str, keep_last: int | None, hold: Callable[[Taken], None]) -> Taken:
+    def _take_cut(self, name: str, keep_last: int | None, hold: Callable[[CapturedState], None]) -> CapturedState:
         """What a checkpoint of this moment holds; ``hold`` is told of it before anything can be evicted after."""
         if self._world.size > 1 and self.options.share == "whole":  # others may have evicted what is shown here
             self._follow_others()
@@ -920,18 +927,20 @@ class ReplayBuffer:
         finally:
             self._appendable.set()
 
-    def _try_cut(self, name: str, keep_last: int | None, hold: Callable[[Taken], None]) -> Taken | None:
+    def _try_cut(
+        self, name: str, keep_last: int | None, hold: Callable[[CapturedState], None]
+    ) -> CapturedState | None:
         """The same; None if some of what was appended can't be shown before it is committed."""
         with self._source.lock, self._writer.staged(blocking=True) as staging:
             self._source.publish(may_commit=False)
             if self._source.is_behind(staging):
                 return None
-            wanted = first_rows(self._source)
+            wanted = unshown_rows(self._source)
             record: Future[tuple[CommitRecord | None, Mapping[str, Any]]] = Future()
             cuts, state = self._cuts(wanted), self._state()
             ticket = self._writer.cut(lambda found: self._cut_done(record, found))
             own = self._writer.stream
-            taken = Taken(name, cuts, own, wanted.get(own, 0), state, record, ticket, keep_last)
+            taken = CapturedState(name, cuts, own, wanted.get(own, 0), state, record, ticket, keep_last)
             hold(taken)
             return taken
 
@@ -949,7 +958,7 @@ class ReplayBuffer:
         with contextlib.suppress(InvalidStateError):  # nobody waits for it any longer
             result.set_result((record, {"statistics": statistics}))
 
-    def _cuts(self, wanted: Mapping[str, int]) -> dict[str, Cut]:
+    def _cuts(self, wanted: Mapping[str, int]) -> dict[str, StreamExtent]:
         """What is wanted of every stream but the session's own; of the wholly evicted ones nothing."""
         records = {record.id: record for record in self._source.snapshot.streams}
         cuts = {}
@@ -1134,7 +1143,7 @@ class ReplayBuffer:
 
     def _unwanted(self) -> dict[str, int]:
         """By stream: rows below are wanted here no more, nor by those who wrote them."""
-        marks = first_rows(self._source)
+        marks = unshown_rows(self._source)
         for record in self._start.cut.streams if self._start.cut is not None else ():
             if marks.get(record.id, 0) >= record.rows:  # of what the checkpoint had of it nothing is left
                 marks[record.id] = max(marks[record.id], self._given_up.get(record.id, 0))

@@ -6,9 +6,15 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from trajstore.distributed.checkpoint_requests import Attendant
-from trajstore.distributed.rank_group import World
-from trajstore.replay.checkpoint_writer import Checkpointer, Lineage, Taken, collective_id, is_published
+from trajstore.distributed.checkpoint_requests import CheckpointRequests
+from trajstore.distributed.rank_group import RankGroup
+from trajstore.replay.checkpoint_writer import (
+    CapturedState,
+    CheckpointLineage,
+    CheckpointWriter,
+    collective_id,
+    is_published,
+)
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
 
@@ -18,7 +24,7 @@ _CALLED, _ASKED = "called", "asked"
 
 
 @dataclass(frozen=True, slots=True)
-class SavingOptions:
+class CheckpointOptions:
     """How checkpoints come about that nobody here calls for.
 
     Args:
@@ -32,7 +38,7 @@ class SavingOptions:
     keep_last: int | None
 
 
-class Saver:
+class CheckpointSchedule:
     """Takes cuts and has them saved, those that were called for and those that were asked for side by side.
 
     Args:
@@ -48,25 +54,27 @@ class Saver:
     def __init__(
         self,
         storage: Storage,
-        world: World,
+        world: RankGroup,
         parent: str | None,
         check: Callable[[Mapping[str, int]], None],
         commit: Callable[[int], None],
-        take: Callable[[str, int | None, Callable[[Taken], None]], Taken],
-        options: SavingOptions,
+        take: Callable[[str, int | None, Callable[[CapturedState], None]], CapturedState],
+        options: CheckpointOptions,
     ) -> None:
         self._storage = storage
         self._world = world
         self._take = take
         self._options = options
-        self._lineage = Lineage(parent)
-        self._called, self._asked = (Checkpointer(storage, world, self._lineage, check, commit) for _ in range(2))
+        self._lineage = CheckpointLineage(parent)
+        self._called, self._asked = (
+            CheckpointWriter(storage, world, self._lineage, check, commit) for _ in range(2)
+        )
         self._lock = threading.Lock()  # one cut at a time
         self._last_id: str | None = None  # of this rank's last one, and what that followed from
         self._after: object = None
-        self._attendant: Attendant | None = None
+        self._attendant: CheckpointRequests | None = None
         if world.size > 1 or options.attend_s is not None or options.every_s is not None:
-            self._attendant = Attendant(
+            self._attendant = CheckpointRequests(
                 storage,
                 world,
                 self._take_asked,
@@ -116,7 +124,9 @@ class Saver:
             self._submit(self._called, id_, name, keep_last, _CALLED)
             return id_
 
-    def _submit(self, checkpointer: Checkpointer, id_: str, name: str, keep_last: int | None, lane: str) -> None:
+    def _submit(
+        self, checkpointer: CheckpointWriter, id_: str, name: str, keep_last: int | None, lane: str
+    ) -> None:
         try:
             checkpointer.submit(id_, replace(self._take(name, keep_last, checkpointer.hold), lane=lane))
         except BaseException:

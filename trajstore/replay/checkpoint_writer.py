@@ -11,7 +11,7 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trajstore.distributed.rank_group import World
+from trajstore.distributed.rank_group import RankGroup
 from trajstore.errors import (
     CheckpointNotFoundError,
     ClosedError,
@@ -20,22 +20,22 @@ from trajstore.errors import (
     RankTimeoutError,
     StorageError,
 )
+from trajstore.format.checkpoint_record import StreamExtent
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.ids import derived_id
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
-from trajstore.store.checkpoints import Cut
 
 _log = logging.getLogger(__name__)
 _TRIES, _TRY_S = 3, 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class CapturedState:
     """What a checkpoint will hold, as it was in memory at the cut."""
 
     name: str
-    streams: Mapping[str, Cut]  # all but the writer's own
+    streams: Mapping[str, StreamExtent]  # all but the writer's own
     own_stream: str
     own_first: int  # the first row of the writer's own stream that is wanted
     state: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Lineage:
+class CheckpointLineage:
     """The checkpoint that was saved last, or that the session started from; the next one's parent."""
 
     newest: str | None
@@ -77,7 +77,7 @@ def collective_id(world: str, name: str, after: str) -> str:
     return derived_id(name, world, digest)
 
 
-class Checkpointer:
+class CheckpointWriter:
     """Writes checkpoints in the background, one after the other; failures are raised by the next call.
 
     Args:
@@ -91,8 +91,8 @@ class Checkpointer:
     def __init__(
         self,
         storage: Storage,
-        world: World,
-        lineage: Lineage,
+        world: RankGroup,
+        lineage: CheckpointLineage,
         check: Callable[[Mapping[str, int]], None],
         commit: Callable[[int], None],
     ) -> None:
@@ -101,7 +101,7 @@ class Checkpointer:
         self._lineage = lineage
         self._check = check
         self._commit = commit
-        self._taken: Taken | None = None  # what is on its way
+        self._taken: CapturedState | None = None  # what is on its way
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._last: Future[None] | None = None
@@ -109,7 +109,7 @@ class Checkpointer:
         self.published: str | None = None  # the last one that was
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-checkpoint")
 
-    def hold(self, taken: Taken | None) -> None:
+    def hold(self, taken: CapturedState | None) -> None:
         """Keep what a checkpoint wants, from its cut on; None: it does not come about."""
         self._taken = taken
 
@@ -118,7 +118,7 @@ class Checkpointer:
         """Whether a checkpoint is on its way."""
         return self._taken is not None
 
-    def submit(self, checkpoint_id: str, taken: Taken) -> None:
+    def submit(self, checkpoint_id: str, taken: CapturedState) -> None:
         """Begin to write a checkpoint. Nothing else is on its way: wait before, so that memory stays bounded."""
         self.hold(taken)
         try:
@@ -132,7 +132,7 @@ class Checkpointer:
         taken = self._taken
         return taken.held if taken is not None else {}
 
-    def _run(self, checkpoint_id: str, taken: Taken) -> None:
+    def _run(self, checkpoint_id: str, taken: CapturedState) -> None:
         try:
             self._save(checkpoint_id, taken)
             self.published = checkpoint_id
@@ -143,7 +143,7 @@ class Checkpointer:
         finally:
             self._taken = None
 
-    def _save(self, checkpoint_id: str, taken: Taken) -> None:
+    def _save(self, checkpoint_id: str, taken: CapturedState) -> None:
         if self._world.size > 1:
             _Together(self._storage, self._world, self._lineage, self._old_notes).save(
                 checkpoint_id, taken, lambda: self._part(checkpoint_id, taken)
@@ -160,7 +160,7 @@ class Checkpointer:
         if taken.keep_last is not None:
             prune(self._storage, checkpoint_id, taken.keep_last)
 
-    def _part(self, checkpoint_id: str, taken: Taken) -> Mapping[str, Cut]:
+    def _part(self, checkpoint_id: str, taken: CapturedState) -> Mapping[str, StreamExtent]:
         """Make this rank's part durable; what it wants of each stream."""
         streams, state = _content(taken)
         whole = checkpoints.new_checkpoint(
@@ -190,7 +190,7 @@ class Checkpointer:
             last.result()
         self.raise_pending()
 
-    def _give_up(self, taken: Taken, failure: BaseException) -> None:
+    def _give_up(self, taken: CapturedState, failure: BaseException) -> None:
         """Let the other ranks know that this one can't; whoever is told of it here need not be told again."""
         with contextlib.suppress(InvalidStateError):
             taken.record.set_exception(failure)
@@ -224,16 +224,16 @@ class Checkpointer:
         self.raise_pending()
 
 
-def _content(taken: Taken) -> tuple[dict[str, Cut], dict[str, Any]]:
+def _content(taken: CapturedState) -> tuple[dict[str, StreamExtent], dict[str, Any]]:
     """What a checkpoint lists, and its state; waits until all of it is durable."""
     record, more = taken.record.result()
     streams = dict(taken.streams)
     if record is not None and taken.own_first < record.rows:
-        streams[record.id] = Cut(taken.own_first, record.rows, record.spans, record.text_bytes)
+        streams[record.id] = StreamExtent(taken.own_first, record.rows, record.spans, record.text_bytes)
     return streams, {**taken.state, **more}
 
 
-def _firsts(streams: Mapping[str, Cut]) -> dict[str, int]:
+def _firsts(streams: Mapping[str, StreamExtent]) -> dict[str, int]:
     return {stream: cut.first for stream, cut in streams.items()}
 
 
@@ -244,13 +244,17 @@ class _Together:
     takes back what it said first, then looks whether rank 0 has begun. So no part is changed that may be published.
     """
 
-    def __init__(self, storage: Storage, world: World, lineage: Lineage, old_notes: list[str]) -> None:
+    def __init__(
+        self, storage: Storage, world: RankGroup, lineage: CheckpointLineage, old_notes: list[str]
+    ) -> None:
         self._storage = storage
         self._world = world
         self._lineage = lineage
         self._old_notes = old_notes  # of checkpoints before, which nobody needs any more when this one is taken
 
-    def save(self, checkpoint_id: str, taken: Taken, put_part: Callable[[], Mapping[str, Cut]]) -> None:
+    def save(
+        self, checkpoint_id: str, taken: CapturedState, put_part: Callable[[], Mapping[str, StreamExtent]]
+    ) -> None:
         own = self._put(checkpoint_id, taken, put_part)
         try:
             outcome = self._outcome_of(checkpoint_id, taken, own)
@@ -268,7 +272,9 @@ class _Together:
         elif taken.keep_last is not None:
             prune(self._storage, checkpoint_id, taken.keep_last)
 
-    def _outcome_of(self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut]) -> dict[str, Any]:
+    def _outcome_of(
+        self, checkpoint_id: str, taken: CapturedState, own: Mapping[str, StreamExtent]
+    ) -> dict[str, Any]:
         if self._world.is_leader:
             return self._decided(checkpoint_id, taken, own)
         return self._heard(checkpoint_id, taken)
@@ -278,8 +284,8 @@ class _Together:
             checkpoints.withdraw(self._storage, checkpoint_id)
 
     def _put(
-        self, checkpoint_id: str, taken: Taken, put_part: Callable[[], Mapping[str, Cut]]
-    ) -> Mapping[str, Cut]:
+        self, checkpoint_id: str, taken: CapturedState, put_part: Callable[[], Mapping[str, StreamExtent]]
+    ) -> Mapping[str, StreamExtent]:
         """Make this rank's part durable and say so, or say why not."""
         key = f"part/{checkpoint_id}"
         try:
@@ -302,7 +308,7 @@ class _Together:
         self._old_notes[:] = [key]
         return own
 
-    def _decided(self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut]) -> dict[str, Any]:
+    def _decided(self, checkpoint_id: str, taken: CapturedState, own: Mapping[str, StreamExtent]) -> dict[str, Any]:
         try:
             others = range(1, self._world.size)
             notes = self._world.await_notes(f"part/{checkpoint_id}", others, "its part of it")
@@ -318,7 +324,11 @@ class _Together:
         return outcome
 
     def _publish_surely(
-        self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut], notes: list[Mapping[str, Any]]
+        self,
+        checkpoint_id: str,
+        taken: CapturedState,
+        own: Mapping[str, StreamExtent],
+        notes: list[Mapping[str, Any]],
     ) -> None:
         with self._lineage.lock:
             try:
@@ -329,7 +339,11 @@ class _Together:
             self._lineage.add(checkpoint_id)
 
     def _publish(
-        self, checkpoint_id: str, taken: Taken, own: Mapping[str, Cut], notes: list[Mapping[str, Any]]
+        self,
+        checkpoint_id: str,
+        taken: CapturedState,
+        own: Mapping[str, StreamExtent],
+        notes: list[Mapping[str, Any]],
     ) -> None:
         streams = dict(own)
         for note in notes:
@@ -346,7 +360,7 @@ class _Together:
         checkpoints.publish(self._storage, whole)
 
     def _conclude(
-        self, checkpoint_id: str, taken: Taken, outcome: dict[str, Any], dropped: Sequence[str] = ()
+        self, checkpoint_id: str, taken: CapturedState, outcome: dict[str, Any], dropped: Sequence[str] = ()
     ) -> None:
         key = f"outcome/{checkpoint_id}"
         news = {key: outcome, f"concluded/{taken.lane}": checkpoint_id}
@@ -358,7 +372,7 @@ class _Together:
                 break
         self._old_notes[:] = [key for key in self._old_notes if key not in dropped] + [key]
 
-    def _heard(self, checkpoint_id: str, taken: Taken) -> dict[str, Any]:
+    def _heard(self, checkpoint_id: str, taken: CapturedState) -> dict[str, Any]:
         """What rank 0 has decided."""
         try:
             return self._outcome(checkpoint_id)
@@ -393,16 +407,16 @@ def is_published(storage: Storage, checkpoint_id: str) -> bool:
         return False
 
 
-def _cut_note(cut: Cut) -> list[Any]:
+def _cut_note(cut: StreamExtent) -> list[Any]:
     return [cut.first, cut.stop, cut.spans, cut.text_bytes, list(cut.discarded)]
 
 
-def _cut_of(note: list[Any]) -> Cut:
+def _cut_of(note: list[Any]) -> StreamExtent:
     first, stop, spans, text_bytes, discarded = note
-    return Cut(first, stop, spans, text_bytes, None, tuple(discarded))
+    return StreamExtent(first, stop, spans, text_bytes, None, tuple(discarded))
 
 
-def _joined(one: Cut | None, other: Cut) -> Cut:
+def _joined(one: StreamExtent | None, other: StreamExtent) -> StreamExtent:
     """What two ranks want of a stream, together: of one that still grows, the one that writes it knows more."""
     if one is None:
         return other

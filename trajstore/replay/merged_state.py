@@ -9,9 +9,9 @@ import numpy as np
 
 from trajstore.arguments import parse_bytes
 from trajstore.distributed.partitions import Partitions
-from trajstore.distributed.redistribution import Finder
+from trajstore.distributed.redistribution import EpisodeFinder
 from trajstore.errors import CorruptionError
-from trajstore.format.spans import all_between
+from trajstore.format.spans import expand_ranges
 from trajstore.replay.statistics import RunningStatistics
 from trajstore.sampling.episode_index import TRUNCATED
 from trajstore.sampling.rng import rank_seed
@@ -45,7 +45,7 @@ def merged_state(
     return merging.result(schema)
 
 
-def shared(total: int, rank: int, world_size: int) -> int:
+def rank_share(total: int, rank: int, world_size: int) -> int:
     """A rank's equal share of a count: all shares add up to it."""
     return int(total) // world_size + (rank < int(total) % world_size)
 
@@ -92,11 +92,11 @@ class _Merging:
         plan, held = self._plan, self._held(holder)
         rows = self._mine[held]
         stream = self._numbers(steps["streams"])[np.asarray(steps["stream"], np.int64)]
-        at = Finder(stream, np.asarray(steps["episode"])).find(plan.stream[rows], plan.episode[rows])
+        at = EpisodeFinder(stream, np.asarray(steps["episode"])).find(plan.stream[rows], plan.episode[rows])
         if (at < 0).any():
             raise CorruptionError(f"checkpoint '{plan.checkpoint}': the values of some episodes are missing")
         first = (np.asarray(steps["home"])[at] + plan.t[rows]).astype(np.int64)
-        owner, source = all_between(first, first + plan.length[rows])
+        owner, source = expand_ranges(first, first + plan.length[rows])
         target = source - first[owner] + self._start[held][owner]
         for name, values in steps["columns"].items():
             values = np.asarray(values)
@@ -124,7 +124,7 @@ class _Merging:
         if blocks:
             items = np.concatenate(blocks, 1)
             rows = self._mine[self._held(holder)]
-            finder = Finder(self._plan.stream[rows], self._plan.episode[rows])
+            finder = EpisodeFinder(self._plan.stream[rows], self._plan.episode[rows])
             items = items[:, finder.find(items[2].astype(np.int64), items[3].astype(np.int64)) >= 0]
             self._arrivals.append(np.concatenate([items, np.full((1, items.shape[1]), float(holder))]))
 
@@ -144,7 +144,7 @@ class _Merging:
         }
 
     def _share(self, total: int) -> int:
-        return shared(total, self._rank, self._world_size)
+        return rank_share(total, self._rank, self._world_size)
 
     def _capacity(self) -> Any:
         """The limits of all old ranks together, and of that an equal share."""

@@ -54,7 +54,7 @@ def with_ranks(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "rank": rank, "world_size": size}
 
 
-def settle_options(base: ReplayOptions, changes: Mapping[str, Any]) -> ReplayOptions:
+def check_options(base: ReplayOptions, changes: Mapping[str, Any]) -> ReplayOptions:
     """Options with some changed, checked.
 
     Raises:

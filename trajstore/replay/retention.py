@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from trajstore.arguments import check_positive, parse_bytes
-from trajstore.format.spans import ranges
-from trajstore.sampling.batch_assembler import Assembler
+from trajstore.format.spans import expand_counts
+from trajstore.sampling.batch_assembler import BatchAssembler
 from trajstore.sampling.episode_index import GONE, OPEN
-from trajstore.sampling.episode_numbers import ByEpisode
+from trajstore.sampling.episode_numbers import EpisodeNumberMap
 from trajstore.schema import Array
 from trajstore.store.snapshot import Snapshot
 
@@ -112,19 +112,21 @@ class _Queue:
         return float(self._data[0, self._first]) if len(self) else math.inf
 
 
-class Retainer:
+class Evictor:
     """Applies a `Retention` to what an assembler shows. Methods are called with its lock held.
 
     What goes is decided by the order in which steps arrived, so that it is the same however they were committed;
-    rows that are on storage go later, once nothing before them is wanted (`first_rows`).
+    rows that are on storage go later, once nothing before them is wanted (`unshown_rows`).
     """
 
-    def __init__(self, source: Assembler, options: Retention) -> None:
+    def __init__(self, source: BatchAssembler, options: Retention) -> None:
         self.options = options
         self._least_steps = self._least_episodes = 0  # that a limit leaves in any case
         self._source = source
         self._queues: dict[int, _Queue] = {}  # by stream number
-        self._n_arrived: dict[int, ByEpisode] = {}  # by stream: rows of its episodes that pages were turned with
+        self._n_arrived: dict[
+            int, EpisodeNumberMap
+        ] = {}  # by stream: rows of its episodes that pages were turned with
         self._page: list[Array] = []  # stream and episode of the rows of the page that is not complete
         self._n_paged = self._order = 0
         self._page_time = 0.0
@@ -195,7 +197,7 @@ class Retainer:
         t = np.empty(len(count), np.int64)
         for number in np.unique(stream).tolist():
             mine = np.flatnonzero(stream == number)
-            arrived = self._n_arrived.setdefault(number, ByEpisode(default=0))
+            arrived = self._n_arrived.setdefault(number, EpisodeNumberMap(default=0))
             t[mine] = _first_t(arrived, episode[mine], count[mine])
             if len(arrived) > _MANY_EPISODES + 4 * len(self._source.unplaced):
                 # Only episodes that may go on need to be known.
@@ -334,7 +336,7 @@ class Retainer:
         index = self._source.index
         entry = np.arange(index.first, index.n)
         lengths = index.lengths(index.first, index.n)
-        owner, position = ranges(lengths)
+        owner, position = expand_counts(lengths)
         last = np.zeros(len(entry), np.int64)
         np.maximum.at(last, owner[chosen], position[chosen] + 1)
         hit = np.flatnonzero(last)
@@ -412,12 +414,12 @@ class Retainer:
         stream = number[stream]
         self._page, self._n_paged = [np.stack([stream, episode])], len(stream)
         for n in np.unique(stream).tolist():
-            self._n_arrived[n] = ByEpisode(default=0)
+            self._n_arrived[n] = EpisodeNumberMap(default=0)
             self._n_arrived[n].put(episode[stream == n], np.asarray(state["page_arrived"])[stream == n])
         self._unchecked = dict.fromkeys(self._queues, GONE)  # a limit may be a new one
 
 
-def _first_t(arrived: ByEpisode, episode: Array, count: Array) -> Array:
+def _first_t(arrived: EpisodeNumberMap, episode: Array, count: Array) -> Array:
     """The t at which rows of episodes begin, in order of arrival; takes note of them."""
     order = np.argsort(episode, kind="stable")
     ids, counts = episode[order], count[order]
@@ -430,7 +432,7 @@ def _first_t(arrived: ByEpisode, episode: Array, count: Array) -> Array:
     return t
 
 
-def first_rows(source: Assembler) -> dict[str, int]:
+def unshown_rows(source: BatchAssembler) -> dict[str, int]:
     """By stream that holds rows: rows below are not shown any more, and never will be again; looks at all spans."""
     found = source.index.first_live_rows()
     n_rows = {record.id: record.rows for record in source.snapshot.streams}

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from trajstore.distributed.partitions import Partitions, Policy
-from trajstore.distributed.rank_group import World, join, rejoin
-from trajstore.distributed.redistribution import plan as plan_partitions
+from trajstore.distributed.rank_group import RankGroup, join_group, rejoin_group
+from trajstore.distributed.redistribution import plan_partitions as plan_partitions
 from trajstore.distributed.redistribution import read_parts
 from trajstore.errors import RankError
-from trajstore.format.first_live_rows import first_rows as record_marks
-from trajstore.replay.merged_state import merged_state, shared
-from trajstore.replay.options import ReplayOptions, from_json, holding, settle_options, with_ranks
+from trajstore.format.first_live_rows import first_live_rows as record_marks
+from trajstore.replay.merged_state import merged_state, rank_share
+from trajstore.replay.options import ReplayOptions, check_options, from_json, holding, with_ranks
 from trajstore.sampling.rng import rank_seed
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class RedistributionOptions:
     """How the episodes of a checkpoint are dealt out; see `redistribute`. Policy None: as it seems best."""
 
     policy: Policy | None = None
@@ -41,7 +41,7 @@ class How:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class SessionStart:
     """What a buffer begins with.
 
     Attributes:
@@ -58,7 +58,7 @@ class Start:
 
     store: Store
     options: ReplayOptions
-    world: World
+    world: RankGroup
     checkpoint: Checkpoint | None = None
     state: Mapping[str, Any] | None = None
     plan: Partitions | None = None
@@ -127,7 +127,7 @@ class Start:
         return {stream: cut.spans for stream, cut in self.checkpoint.streams.items()}
 
 
-def start_fresh(store: Store, options: ReplayOptions) -> Start:
+def start_fresh(store: Store, options: ReplayOptions) -> SessionStart:
     """Begin, or go on with all that is there.
 
     Raises:
@@ -140,43 +140,43 @@ def start_fresh(store: Store, options: ReplayOptions) -> Start:
                 f"{store.url} was written by {record.world_size or 1} ranks, this is one of {size}: go on with"
                 " ReplayBuffer.resume(url, checkpoint), which deals out the episodes anew"
             )
-    return Start(store, options, _joined_world(store, options, None, How()))
+    return SessionStart(store, options, _joined_world(store, options, None, RedistributionOptions()))
 
 
-def start_resumed(store: Store, which: str, changes: Mapping[str, Any], how: How) -> Start:
+def start_resumed(store: Store, which: str, changes: Mapping[str, Any], how: RedistributionOptions) -> SessionStart:
     """Go on from a checkpoint."""
     changes = with_ranks(changes)
-    settle_options(ReplayOptions(), changes)  # refuses what there is not, before anything is read
+    check_options(ReplayOptions(), changes)  # refuses what there is not, before anything is read
     found = checkpoints.find(store.snapshot.storage, which)
     cut = Snapshot.at(store.snapshot.storage, store.schema, found)
     options, state, plan = _resumed(store, found, cut, changes, how)
     world = _joined_world(store, options, found.id, how)
-    return Start(store, options, world, found, state, plan, cut=cut)
+    return SessionStart(store, options, world, found, state, plan, cut=cut)
 
 
-def start_rejoined(store: Store, world_id: str | None, changes: Mapping[str, Any]) -> Start:
+def start_rejoined(store: Store, world_id: str | None, changes: Mapping[str, Any]) -> SessionStart:
     """Take the place of a rank that died alone, with all of its partition that was committed.
 
     Raises:
         RankError: There is no world in which it had a place.
     """
-    given = settle_options(ReplayOptions(), changes)
+    given = check_options(ReplayOptions(), changes)
     rank, size, storage = given.rank or 0, given.world_size or 1, store.snapshot.storage
-    world, began_at = rejoin(storage, rank, size, world=world_id, timeout_s=given.rank_timeout_s)
+    world, began_at = rejoin_group(storage, rank, size, world=world_id, timeout_s=given.rank_timeout_s)
     streams = store.snapshot.streams
     before = frozenset(r.id for r in streams if r.world == world.id and r.rank == rank)
     ours = [c for c in checkpoints.list_checkpoints(storage) if c.world == world.id and (c.n_ranks or 1) == size]
     found = ours[-1] if ours else checkpoints.find(storage, began_at) if began_at is not None else None
     if found is None:
-        return Start(store, given, world, before=before, is_back=True)
-    how = How() if ours else How(**(world.read("how", rank) or {}))
+        return SessionStart(store, given, world, before=before, is_back=True)
+    how = RedistributionOptions() if ours else RedistributionOptions(**(world.read("how", rank) or {}))
     cut = Snapshot.at(storage, store.schema, found)
     options, state, plan = _resumed(store, found, cut, changes, how)
-    return Start(store, options, world, found, state, plan, before, cut, is_back=True)
+    return SessionStart(store, options, world, found, state, plan, before, cut, is_back=True)
 
 
 def _resumed(
-    store: Store, found: Checkpoint, cut: Snapshot, changes: Mapping[str, Any], how: How
+    store: Store, found: Checkpoint, cut: Snapshot, changes: Mapping[str, Any], how: RedistributionOptions
 ) -> tuple[ReplayOptions, dict[str, Any], Partitions | None]:
     state, plan = _resumed_state(store, found, cut, changes, how)
     options = from_json(state["options"], changes)
@@ -184,11 +184,11 @@ def _resumed(
         state["retention"].pop("least", None)  # a limit that is given anew holds at once
     elif plan is not None:
         options = replace(options, capacity=holding(options.capacity, options.sample))
-    return settle_options(options, changes), state, plan
+    return check_options(options, changes), state, plan
 
 
 def _resumed_state(
-    store: Store, found: Checkpoint, cut: Snapshot, changes: Mapping[str, Any], how: How
+    store: Store, found: Checkpoint, cut: Snapshot, changes: Mapping[str, Any], how: RedistributionOptions
 ) -> tuple[dict[str, Any], Partitions | None]:
     """The state that a rank goes on with, and, where episodes were dealt out anew, how."""
     storage, rank, size = store.snapshot.storage, changes["rank"] or 0, changes["world_size"] or 1
@@ -198,9 +198,9 @@ def _resumed_state(
         saved = checkpoints.read_state(storage, found, 0, ("options",))["options"].get("share", saved)
     was_whole = saved == "whole" and n_old > 1
     is_whole = changes.get("share", saved) == "whole" and size > 1
-    if size == n_old and how == How() and was_whole == is_whole:
+    if size == n_old and how == RedistributionOptions() and was_whole == is_whole:
         return checkpoints.read_state(storage, found, rank), None
-    if is_whole and how != How():
+    if is_whole and how != RedistributionOptions():
         raise ValueError(f"share='whole': nothing is dealt out, so {how} has no meaning")
     if was_whole and is_whole:
         return _shared_state(storage, found, rank, size), None
@@ -220,18 +220,20 @@ def _shared_state(storage: Storage, found: Checkpoint, rank: int, size: int) -> 
     state["iterators"] = []
     parts = read_parts(storage, found, ("counters", "limiter"))
     for name in ("sampled", "redrawn"):
-        state["counters"][name] = shared(sum(int(part["counters"][name]) for part in parts), rank, size)
+        state["counters"][name] = rank_share(sum(int(part["counters"][name]) for part in parts), rank, size)
     if state["limiter"] is not None:
         counts = [part["limiter"] for part in parts]
-        state["limiter"] = {key: shared(sum(int(c[key]) for c in counts), rank, size) for key in counts[0]}
+        state["limiter"] = {key: rank_share(sum(int(c[key]) for c in counts), rank, size) for key in counts[0]}
     return state
 
 
-def _joined_world(store: Store, options: ReplayOptions, checkpoint: str | None, how: How) -> World:
+def _joined_world(
+    store: Store, options: ReplayOptions, checkpoint: str | None, how: RedistributionOptions
+) -> RankGroup:
     """This rank's place, once all are here and agree on what they do."""
     storage, rank, size = store.snapshot.storage, options.rank or 0, options.world_size or 1
     timeout_s, through = options.rank_timeout_s, options.through
-    world = join(storage, rank, size, checkpoint=checkpoint, timeout_s=timeout_s, through=through)
+    world = join_group(storage, rank, size, checkpoint=checkpoint, timeout_s=timeout_s, through=through)
     if size > 1:
         schema = store.schema.to_json() if store.schema is not None else None
         facts: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import ChunkCache, Wanted
+from trajstore.cache.chunk_cache import ChunkCache, RowRequest
 from trajstore.errors import (
     ClosedError,
     CorruptionError,
@@ -24,12 +24,12 @@ from trajstore.errors import (
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
-from trajstore.sampling.batch_plan import WHOLE, Plan, Planner
-from trajstore.sampling.compiled.selection import kernels_for
-from trajstore.sampling.episode_index import LIVE, EpisodeIndex, Rows
-from trajstore.sampling.live_episodes import Change, LiveEpisodes, Taken
+from trajstore.sampling.batch_plan import WHOLE, BatchPlan, BatchPlanner
+from trajstore.sampling.compiled.selection import compiled_loops
+from trajstore.sampling.episode_index import LIVE, EpisodeIndex, RowLocations
+from trajstore.sampling.live_episodes import AppendedRows, IndexChange, LiveEpisodes
 from trajstore.sampling.outputs import check_outputs
-from trajstore.sampling.window_starts import Draw, Starts
+from trajstore.sampling.window_starts import DrawnWindows, WindowStarts
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, Schema
 from trajstore.store.snapshot import Snapshot
@@ -48,18 +48,18 @@ Where = Callable[[EpisodeTable], Array]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WindowKind:
     """One kind of window among some of the episodes: which there are, and how they become batches."""
 
     windows: Windows
-    starts: Starts
-    planner: Planner
+    starts: WindowStarts
+    planner: BatchPlanner
 
-    def plan(self, draw: Draw) -> Plan:
+    def plan(self, draw: DrawnWindows) -> BatchPlan:
         return self.planner.plan(draw, self.starts)
 
 
-class Assembler:
+class BatchAssembler:
     """Follows snapshots, plans batches and carries plans out.
 
     Methods are called with ``lock`` held; one batch is assembled at a time, so nothing that it needs is evicted
@@ -79,7 +79,7 @@ class Assembler:
     ) -> None:
         self.lock = threading.RLock()
         self.device = device
-        self.kernels = kernels_for(device, compiled)
+        self.kernels = compiled_loops(device, compiled)
         self.index = EpisodeIndex(device, self.kernels)
         self.budget, self.host_budget = budget, host_budget
         self._known: CommitRecord | None = None  # of the writer that is followed, as the cache knows it
@@ -88,7 +88,7 @@ class Assembler:
         self.n_moves = 0
         self.n_placed = 0  # of them, those that the index knows as rows of the stream; some more may be durable
         self._cache: ChunkCache | None = None
-        self._kinds: dict[tuple[Windows, Where | None], Kind] = {}
+        self._kinds: dict[tuple[Windows, Where | None], WindowKind] = {}
         self._writer = writer
         self._live: LiveEpisodes | None = None
         self._is_torn = self._is_closed = False
@@ -230,9 +230,9 @@ class Assembler:
         if record.rows > (known.rows if known is not None else 0):
             self._set_sources(written=self.index.numbers[self._writer.stream] + 1)
 
-    def _apply(self, change: Change) -> None:
+    def _apply(self, change: IndexChange) -> None:
         assert self._writer is not None
-        if isinstance(change, Taken):
+        if isinstance(change, AppendedRows):
             self.cache.write_live(change.rows, change.values)
         else:
             source = self.index.numbers[self._writer.stream] + 1
@@ -296,7 +296,7 @@ class Assembler:
             raise self._nothing()
         return self._cache
 
-    def kind(self, windows: Windows, where: Where | None = None) -> Kind:
+    def kind(self, windows: Windows, where: Where | None = None) -> WindowKind:
         """What is kept for a kind of window, up to date."""
         kind = self._kinds.get((windows, where))
         if kind is None:
@@ -306,11 +306,11 @@ class Assembler:
         kind.starts.update()
         return kind
 
-    def new_kind(self, windows: Windows, where: Where | None = None) -> Kind:
+    def new_kind(self, windows: Windows, where: Where | None = None) -> WindowKind:
         with_observation = self.schema.reward_alignment == "observation"
         mask = None if where is None else lambda: self.mask(where)
-        starts = Starts(self.index, windows, with_observation, mask, self.kernels)
-        return Kind(windows, starts, Planner(self.index, self.schema, windows, self.kernels))
+        starts = WindowStarts(self.index, windows, with_observation, mask, self.kernels)
+        return WindowKind(windows, starts, BatchPlanner(self.index, self.schema, windows, self.kernels))
 
     def mask(self, where: Where) -> Array:
         """Which index entries a function of the episode table chooses."""
@@ -346,7 +346,7 @@ class Assembler:
             f" {lengths.max()}"
         )
 
-    def draw_at(self, kind: Kind, handles: Array, n: torch.Tensor | None, is_strict: bool) -> Draw:
+    def draw_at(self, kind: WindowKind, handles: Array, n: torch.Tensor | None, is_strict: bool) -> DrawnWindows:
         """The windows of given handles (stream number, episode, t).
 
         Raises:
@@ -363,9 +363,9 @@ class Assembler:
             if bad.any():
                 lost = handles[np.flatnonzero(bad)[0]].tolist()
                 raise EpisodeNotFoundError(f"index {lost}: no window can start at that step")
-        return Draw(on_device, torch.from_numpy(start).to(self.device), n)
+        return DrawnWindows(on_device, torch.from_numpy(start).to(self.device), n)
 
-    def check_plan(self, plan: Plan) -> None:
+    def check_plan(self, plan: BatchPlan) -> None:
         """See that what a plan made before a refresh wants is still there.
 
         Raises:
@@ -381,22 +381,22 @@ class Assembler:
             if bool((rows.row < on_device[rows.source.to(torch.int64)]).any()):
                 raise SnapshotExpiredError("windows that were planned ahead have been evicted meanwhile")
 
-    def moved(self, plan: Plan, n_moves: int) -> Plan | None:
+    def moved(self, plan: BatchPlan, n_moves: int) -> BatchPlan | None:
         """A plan made so many moves ago, with rows that were live then where they are now; None: too long ago."""
         n_since = self.n_moves - n_moves
         if n_since > len(self._moves):
             return None
         moves = list(self._moves)[len(self._moves) - n_since :]
-        where: dict[int, Rows] = {}
+        where: dict[int, RowLocations] = {}
         for w in plan.wanted.values():
             if id(w.row) not in where:
                 where[id(w.row)] = self._moved_rows(w, moves)
         found = {key: (w, where[id(w.row)]) for key, w in plan.wanted.items()}
         return replace(
-            plan, wanted={key: Wanted(w.path, rows.source, rows.row) for key, (w, rows) in found.items()}
+            plan, wanted={key: RowRequest(w.path, rows.source, rows.row) for key, (w, rows) in found.items()}
         )
 
-    def _moved_rows(self, wanted: Wanted, moves: Sequence[tuple[Array, Array]]) -> Rows:
+    def _moved_rows(self, wanted: RowRequest, moves: Sequence[tuple[Array, Array]]) -> RowLocations:
         source = wanted.source.expand(wanted.row.shape).clone()
         row, own = wanted.row.clone(), self.index.numbers[self.index.followed] + 1
         for live, rows in moves:
@@ -407,9 +407,9 @@ class Assembler:
                 is_moved = (source == LIVE) & (was[at] == row)
                 row = torch.where(is_moved, now[at], row)
                 source = torch.where(is_moved, own, source)
-        return Rows(source, row)
+        return RowLocations(source, row)
 
-    def pin(self, kind: Kind, draw: Draw) -> None:
+    def pin(self, kind: WindowKind, draw: DrawnWindows) -> None:
         """Keep the chunks of windows in the cache."""
         try:
             with self.ordered():
@@ -417,7 +417,7 @@ class Assembler:
         except ChunkError as error:
             raise self._explained(error) from error
 
-    def load(self, kind: Kind, draw: Draw) -> None:
+    def load(self, kind: WindowKind, draw: DrawnWindows) -> None:
         """Read the chunks of windows ahead of time."""
         try:
             with self.ordered():
@@ -439,7 +439,9 @@ class Assembler:
         finally:
             self._last = stream.record_event()
 
-    def carry_out(self, kind: Kind, plan: Plan, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def carry_out(
+        self, kind: WindowKind, plan: BatchPlan, outs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Read what a plan wants and make the flat batch; ``outs`` is written where it has a key.
 
         Raises:

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from trajstore.errors import ClosedError, NotReadyError
-from trajstore.sampling.batch_assembler import Assembler, Kind
-from trajstore.sampling.batch_plan import Plan
+from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
+from trajstore.sampling.batch_plan import BatchPlan
 from trajstore.sampling.draws import Draws, RandomDraws, StagedDraws
 from trajstore.sampling.hindsight import GOAL_INDEX
 from trajstore.sampling.outputs import Ring, to_batch
 from trajstore.sampling.prioritised_draws import PrioritisedDraws
-from trajstore.sampling.window_starts import Draw
+from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.schema import Array
 
 _NO_STREAM = 1 << 30
@@ -39,10 +39,10 @@ class _Ready:
 class _Planned:
     """A batch to be read: its windows by handle and as they were drawn, and what is known of them."""
 
-    kind: Kind
-    plan: Plan
+    kind: WindowKind
+    plan: BatchPlan
     windows: torch.Tensor
-    draw: Draw
+    draw: DrawnWindows
     low: torch.Tensor  # [B]: the first t that was there of each window's episode
     live_epoch: int
     n_moves: int  # of live rows into the stream
@@ -55,7 +55,7 @@ class _Planned:
 class _Queued:
     """A batch on its way: its windows, by handle, and the work."""
 
-    kind: Kind
+    kind: WindowKind
     windows: torch.Tensor  # [B, 3]: stream number, episode, t of the start, also where it lies outside
     low: torch.Tensor  # [B]: the first t that was there of each window's episode
     extras: tuple[torch.Tensor | None, ...]  # n, probability and weight, where they are drawn
@@ -67,7 +67,7 @@ class _Queued:
     is_admitted: bool = False
 
 
-class Batches(Iterator[Any]):
+class BatchIterator(Iterator[Any]):
     """An iterator over batches; iterate, or take single ones with ``next``.
 
     Windows are drawn on the thread that iterates, in its order. With ``prefetch``, so many batches beyond the one
@@ -82,14 +82,14 @@ class Batches(Iterator[Any]):
 
     def __init__(
         self,
-        source: Assembler,
+        source: BatchAssembler,
         draws: Draws | PrioritisedDraws,
         *,
         prefetch: int = 0,
         ring: Ring | None = None,
         as_tensordict: bool,
         admit: Callable[[int], None] | None = None,
-        plan: Callable[[Kind, Draw, torch.Tensor | None], Plan] | None = None,
+        plan: Callable[[WindowKind, DrawnWindows, torch.Tensor | None], BatchPlan] | None = None,
     ) -> None:
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise ValueError(f"prefetch: expected 0 or a positive integer, got {prefetch!r}")
@@ -179,7 +179,9 @@ class Batches(Iterator[Any]):
         kind, handles = queued.kind, queued.windows.cpu().numpy()
         gone = self._gone(kind, handles, queued.low.cpu().numpy())
         n, probability, weight = queued.extras
-        draw = Draw(*(torch.zeros(len(gone), dtype=torch.int64, device=self._source.device) for _ in range(2)))
+        draw = DrawnWindows(
+            *(torch.zeros(len(gone), dtype=torch.int64, device=self._source.device) for _ in range(2))
+        )
         draw = replace(draw, n=n, probability=probability, weight=weight)
         kept = np.flatnonzero(~gone)
         draw = _with(draw, kept, self._source.draw_at(kind, handles[kept], None, is_strict=False))
@@ -207,7 +209,7 @@ class Batches(Iterator[Any]):
         goals = given.cpu().numpy()
         return not self._source.index.has_steps_from(*goals[goals[:, 0] >= 0].T).all()
 
-    def _gone(self, kind: Kind, handles: Array, low: Array) -> Array:
+    def _gone(self, kind: WindowKind, handles: Array, low: Array) -> Array:
         """Which windows touch steps that are there no more."""
         spec = kind.windows
         before = min([0, *(step for _, steps in spec.stacks for step in steps)]) - spec.burn_in * spec.stride
@@ -231,7 +233,7 @@ class Batches(Iterator[Any]):
             if self._loader is not None:
                 self._loader.follow()
 
-    def _enqueue(self, kind: Kind, draw: Draw) -> None:
+    def _enqueue(self, kind: WindowKind, draw: DrawnWindows) -> None:
         planned = self._planned(kind, draw, self._reserve())
         extras = draw.n, draw.probability, draw.weight
         goals, n_removed = planned.plan.known.get(GOAL_INDEX), self._source.n_removed
@@ -241,7 +243,9 @@ class Batches(Iterator[Any]):
     def _reserve(self) -> int:
         return self._ring.reserve() if self._ring is not None else 0
 
-    def _planned(self, kind: Kind, draw: Draw, slot: int, goals: torch.Tensor | None = None) -> _Planned:
+    def _planned(
+        self, kind: WindowKind, draw: DrawnWindows, slot: int, goals: torch.Tensor | None = None
+    ) -> _Planned:
         plan = self._plan(kind, draw, goals)
         source, windows = self._source, plan.known["index"].clone()
         low = source.index.t_base.device[draw.entry]
@@ -273,7 +277,7 @@ class Batches(Iterator[Any]):
                 ring.give(planned.slot, batch)
             return _Ready(batch, side.record_event() if side is not None else None)
 
-    def _plan_again(self, planned: _Planned) -> Plan:
+    def _plan_again(self, planned: _Planned) -> BatchPlan:
         """The plan of the same windows as things are now: episodes may have grown or ended since."""
         kind, handles = planned.kind, planned.windows.cpu().numpy()
         draw = self._source.draw_at(kind, handles, planned.draw.n, is_strict=False)
@@ -389,7 +393,7 @@ class Batches(Iterator[Any]):
         if self._loader is not None:
             self._loader.close()
 
-    def __enter__(self) -> Batches:
+    def __enter__(self) -> BatchIterator:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -399,7 +403,7 @@ class Batches(Iterator[Any]):
 class _Loader:
     """Loads the segment that enters next, some windows at a time, while others are drawn from."""
 
-    def __init__(self, source: Assembler, draws: StagedDraws) -> None:
+    def __init__(self, source: BatchAssembler, draws: StagedDraws) -> None:
         self._source = source
         self._draws = draws
         self._segment = -1
@@ -425,9 +429,9 @@ class _Loader:
                 if segment != self._segment or version != self._source.index.version:
                     return  # what moved meanwhile is read when it is asked for
                 n = None if draw.n is None else draw.n[piece]
-                self._source.load(kind, Draw(draw.entry[piece], draw.start[piece], n))
+                self._source.load(kind, DrawnWindows(draw.entry[piece], draw.start[piece], n))
 
-    def _windows_of(self, segment: int) -> tuple[Draw, int]:
+    def _windows_of(self, segment: int) -> tuple[DrawnWindows, int]:
         every = self._draws.kind.windows.size
         return self._draws.windows_of(segment, every=every), self._source.index.version
 
@@ -443,14 +447,14 @@ def _renumbered(handles: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
     return torch.stack([numbers, handles[:, 1], handles[:, 2]], 1)
 
 
-def _with(draw: Draw, where: Array, other: Draw) -> Draw:
+def _with(draw: DrawnWindows, where: Array, other: DrawnWindows) -> DrawnWindows:
     """A draw with the windows of another in some places."""
     at = torch.from_numpy(where).to(draw.entry.device)
     merged = {}
     for name in ("entry", "start", "n", "probability", "weight"):
         old, new = getattr(draw, name), getattr(other, name)
         merged[name] = old if old is None or new is None else old.index_copy(0, at, new.to(old.dtype))
-    return Draw(**merged)
+    return DrawnWindows(**merged)
 
 
 def _on_host(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import Wanted
+from trajstore.cache.chunk_cache import RowRequest
 from trajstore.cache.page_table import UNSIGNED
 from trajstore.errors import DataError
 from trajstore.format.spans import End
@@ -26,9 +26,9 @@ from trajstore.sampling.episode_index import (
     TERMINATED,
     TRUNCATED,
     EpisodeIndex,
-    Rows,
+    RowLocations,
 )
-from trajstore.sampling.window_starts import Draw, Starts
+from trajstore.sampling.window_starts import DrawnWindows, WindowStarts
 from trajstore.sampling.windows import Windows, relative
 from trajstore.schema import Field, Schema, selected_paths
 
@@ -45,18 +45,18 @@ _NEVER = -(1 << 62)  # a position that no step has
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BatchPlan:
     """What a batch consists of: rows to read by output key, and what is known without reading.
 
     ``exists`` says for keys that need padding which of their steps exist. ``index`` names the windows. ``edit``
     changes the values that were read, before anything is made of them, and gives the plan to go on with.
     """
 
-    wanted: Mapping[str, Wanted]
+    wanted: Mapping[str, RowRequest]
     exists: Mapping[str, torch.Tensor]
     known: Mapping[str, torch.Tensor]
-    after: After | None
-    edit: Callable[[Plan, dict[str, torch.Tensor]], Plan] | None = None
+    after: TransitionTargets | None
+    edit: Callable[[BatchPlan, dict[str, torch.Tensor]], BatchPlan] | None = None
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what is known."""
@@ -64,7 +64,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class After:
+class TransitionTargets:
     """Where the transitions of a batch's steps lead."""
 
     taken: torch.Tensor  # [B, T]: steps summed over; 0 where a step has no successor
@@ -83,10 +83,10 @@ class _Steps:
     flags: torch.Tensor  # as n
     masks: tuple[torch.Tensor, ...]  # [B, T] each, in the order of MASKS
     handles: torch.Tensor  # [B, 3], of the windows
-    rows: Rows | None = None  # where they lie, if that was found on the way
+    rows: RowLocations | None = None  # where they lie, if that was found on the way
 
 
-class Planner:
+class BatchPlanner:
     """Plans batches of one kind of window. Tensors that do not change are made once."""
 
     def __init__(self, index: EpisodeIndex, schema: Schema, spec: Windows, kernels: ModuleType | None) -> None:
@@ -121,11 +121,11 @@ class Planner:
                 shape = schema[schema.reward].shape
                 raise DataError(f"n_step: field '{schema.reward}' has shape {shape}, expected one number a step")
 
-    def plan(self, draw: Draw, starts: Starts) -> Plan:
+    def plan(self, draw: DrawnWindows, starts: WindowStarts) -> BatchPlan:
         """Rows and masks of a batch. No synchronisation with the host."""
         steps = self._steps(draw, starts)
         after = self._after(steps, draw) if self._spec.needs_next else None
-        wanted: dict[str, Wanted] = {}
+        wanted: dict[str, RowRequest] = {}
         exists: dict[str, torch.Tensor] = {}
         self._want_fields(steps, wanted, exists)
         self._want_stacks(steps, wanted, exists)
@@ -138,7 +138,7 @@ class Planner:
             known |= {"priority/weight": draw.weight, "priority/probability": draw.probability}
         if self._spec.provenance:
             known |= self._provenance(draw.entry)
-        return Plan(wanted, exists, known, after)
+        return BatchPlan(wanted, exists, known, after)
 
     def _provenance(self, entry: torch.Tensor) -> dict[str, torch.Tensor]:
         """Who holds the episodes of windows, who recorded them, and what they lack."""
@@ -155,13 +155,13 @@ class Planner:
         }
         return {f"provenance/{name}": value for name, value in found.items()}
 
-    def _handles(self, draw: Draw) -> torch.Tensor:
+    def _handles(self, draw: DrawnWindows) -> torch.Tensor:
         index = self._index
         t = index.t_base.device[draw.entry] + draw.start.clamp(min=0)
         stream = index.stream.device[draw.entry].to(torch.int64)
         return torch.stack((stream, index.episode.device[draw.entry], t), 1)
 
-    def _steps(self, draw: Draw, starts: Starts) -> _Steps:
+    def _steps(self, draw: DrawnWindows, starts: WindowStarts) -> _Steps:
         if starts.chains is not None:
             found = starts.chains.steps(draw.entry, draw.start[:, None] + self._relative)
             n, flags = self._facts(found.entry)
@@ -177,7 +177,7 @@ class Planner:
         masks = self._masks(draw.entry[:, None], position, exists, n, flags)
         return _Steps(draw.entry, inside, exists, n, flags, masks, self._handles(draw))
 
-    def _compiled_steps(self, draw: Draw) -> _Steps:
+    def _compiled_steps(self, draw: DrawnWindows) -> _Steps:
         assert self._kernels is not None
         index, shape = self._index, (len(draw.entry), self._spec.size)
         # numpy gives out memory in a fraction of the time that torch takes, and there are many small arrays.
@@ -191,7 +191,7 @@ class Planner:
         )
         self._kernels.frame(draw.entry.numpy(), draw.start.numpy(), *self._constants, *index.facts(), *outputs)
         block, inside, handles, row, source = map(torch.from_numpy, outputs)
-        rows, masks = Rows(source, row), block.unbind(0)
+        rows, masks = RowLocations(source, row), block.unbind(0)
         exists = None if self._spec.is_inside else masks[0]
         if not self._needs_facts:
             return _Steps(draw.entry, inside, exists, _NOTHING, _NOTHING, masks, handles, rows)
@@ -224,7 +224,7 @@ class Planner:
             (end & TRUNCATED) != 0,
         )
 
-    def _after(self, steps: _Steps, draw: Draw) -> After:
+    def _after(self, steps: _Steps, draw: DrawnWindows) -> TransitionTargets:
         """Where each step's transition leads: n steps on, or to where the episode stops before."""
         good = HAS_FINAL if self._schema.reward_alignment == "observation" else HAS_FINAL | TERMINATED
         if self._kernels is not None and steps.entry.dim() == 1:
@@ -236,9 +236,9 @@ class Planner:
         position = steps.inside + taken
         is_terminal = (position == steps.n) & ((steps.flags & TERMINATED) != 0)
         last_row = steps.n - 1 + (steps.flags & HAS_FINAL)
-        return After(taken, torch.minimum(position, last_row), is_terminal)
+        return TransitionTargets(taken, torch.minimum(position, last_row), is_terminal)
 
-    def _compiled_after(self, steps: _Steps, draw: Draw, good: int) -> After:
+    def _compiled_after(self, steps: _Steps, draw: DrawnWindows, good: int) -> TransitionTargets:
         assert self._kernels is not None
         index, shape = self._index, tuple(steps.inside.shape)
         n = np.full(shape[0], self._spec.n_range[0]) if draw.n is None else draw.n.numpy()
@@ -247,30 +247,30 @@ class Planner:
         outputs = *integers, is_terminal
         self._kernels.after(steps.entry.numpy(), steps.inside.numpy(), n, good, *facts, *outputs)
         taken, position, ends = map(torch.from_numpy, outputs)
-        return After(taken, position, ends)
+        return TransitionTargets(taken, position, ends)
 
-    def _want_fields(self, steps: _Steps, wanted: dict[str, Wanted], exists: dict[str, torch.Tensor]) -> None:
+    def _want_fields(self, steps: _Steps, wanted: dict[str, RowRequest], exists: dict[str, torch.Tensor]) -> None:
         rows = steps.rows or self._index.rows(steps.entry, steps.inside)
         for path in self._paths:
-            wanted[path] = Wanted(path, rows.source, rows.row)
+            wanted[path] = RowRequest(path, rows.source, rows.row)
             if steps.exists is not None:
                 exists[path] = steps.exists
 
-    def _want_stacks(self, steps: _Steps, wanted: dict[str, Wanted], exists: dict[str, torch.Tensor]) -> None:
+    def _want_stacks(self, steps: _Steps, wanted: dict[str, RowRequest], exists: dict[str, torch.Tensor]) -> None:
         for (paths, _), offsets in zip(self._stacks, self._offsets, strict=True):
             position = steps.inside[..., None] + offsets
             inside = torch.minimum(position.clamp(min=0), (steps.n - 1)[..., None])
             rows = self._index.rows(steps.entry, inside)
             for path in paths:
-                wanted[path] = Wanted(path, rows.source, rows.row)
+                wanted[path] = RowRequest(path, rows.source, rows.row)
                 exists[path] = inside == position
                 if steps.exists is not None:
                     exists[path] = exists[path] & steps.exists[..., None]
 
-    def _want_next(self, steps: _Steps, after: After, wanted: dict[str, Wanted]) -> None:
+    def _want_next(self, steps: _Steps, after: TransitionTargets, wanted: dict[str, RowRequest]) -> None:
         if self._next_paths:
             rows = self._index.rows(steps.entry, after.position)
-            wanted |= {f"next/{path}": Wanted(path, rows.source, rows.row) for path in self._next_paths}
+            wanted |= {f"next/{path}": RowRequest(path, rows.source, rows.row) for path in self._next_paths}
         if self._spec.n_step is None:
             return
         assert self._schema.reward is not None
@@ -278,9 +278,9 @@ class Planner:
         ahead = torch.arange(shift, shift + self._spec.n_range[1], device=self._index.device)
         last_row = (steps.n - 1 + (steps.flags & HAS_FINAL))[..., None]
         rows = self._index.rows(steps.entry, torch.minimum(steps.inside[..., None] + ahead, last_row))
-        wanted["n_step/return"] = Wanted(self._schema.reward, rows.source, rows.row)
+        wanted["n_step/return"] = RowRequest(self._schema.reward, rows.source, rows.row)
 
-    def finish(self, plan: Plan, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def finish(self, plan: BatchPlan, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The whole batch, flat, from the values that were read."""
         if plan.edit is not None:
             plan = plan.edit(plan, values)
@@ -292,7 +292,7 @@ class Planner:
             values = {key: value if key in WHOLE else value.squeeze(1) for key, value in values.items()}
         return values
 
-    def _n_step(self, rewards: torch.Tensor, after: After) -> dict[str, torch.Tensor]:
+    def _n_step(self, rewards: torch.Tensor, after: TransitionTargets) -> dict[str, torch.Tensor]:
         gamma = self._spec.gamma
         rewards = rewards.reshape(*after.taken.shape, -1)
         if rewards.dtype is not torch.float64:

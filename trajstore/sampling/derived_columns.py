@@ -11,13 +11,13 @@ import torch
 
 from trajstore.errors import CorruptionError, DataError
 from trajstore.format.ids import is_column_name
-from trajstore.sampling.batch_assembler import Assembler, Kind
-from trajstore.sampling.batch_plan import RESERVED, Plan
+from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
+from trajstore.sampling.batch_plan import RESERVED, BatchPlan
 from trajstore.sampling.episode_index import handles_of
 from trajstore.sampling.hindsight import Relabeller
 from trajstore.sampling.step_table import EVICTED, PAST_END, StepTable
 from trajstore.sampling.stored_column import StoredColumn
-from trajstore.sampling.window_starts import Draw
+from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import relative
 from trajstore.schema import Array, Field
 from trajstore.writing.writer import Writer
@@ -29,7 +29,7 @@ class DerivedColumns:
     Methods are called with the assembler's lock held.
     """
 
-    def __init__(self, source: Assembler, steps: StepTable) -> None:
+    def __init__(self, source: BatchAssembler, steps: StepTable) -> None:
         self._source, self._steps = source, steps
         self._fields: dict[str, tuple[Field, Any]] = {}
         self._stored: dict[str, StoredColumn] = {}
@@ -124,13 +124,17 @@ class DerivedColumns:
         return self._fields[name][0]
 
     def plan(
-        self, kind: Kind, draw: Draw, relabeller: Relabeller | None = None, goals: torch.Tensor | None = None
-    ) -> Plan:
+        self,
+        kind: WindowKind,
+        draw: DrawnWindows,
+        relabeller: Relabeller | None = None,
+        goals: torch.Tensor | None = None,
+    ) -> BatchPlan:
         """The plan of a batch that holds the columns, as they are now, and goals in hindsight where asked for."""
         plan = kind.plan(draw) if relabeller is None else relabeller.plan(kind, draw, goals)
         return replace(plan, known={**plan.known, **self.of(kind, draw)}) if self._fields else plan
 
-    def of(self, kind: Kind, draw: Draw) -> dict[str, torch.Tensor]:
+    def of(self, kind: WindowKind, draw: DrawnWindows) -> dict[str, torch.Tensor]:
         """The values of a batch's steps, as they are now, by name; ``[batch, window, ...]``."""
         self.follow()
         entry, position, exists = self._places(kind, draw)
@@ -145,7 +149,7 @@ class DerivedColumns:
             found[name] = values
         return found
 
-    def _places(self, kind: Kind, draw: Draw) -> tuple[Array, Array, Array]:
+    def _places(self, kind: WindowKind, draw: DrawnWindows) -> tuple[Array, Array, Array]:
         """Entries and positions of a batch's steps, moved to the nearest that exists, and which do."""
         wanted = draw.start[:, None] + relative(kind.windows, self._source.device)
         chains = kind.starts.chains

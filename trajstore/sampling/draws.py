@@ -12,10 +12,10 @@ import torch
 
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError
-from trajstore.sampling.batch_assembler import Assembler, Kind, Where
+from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.permutation import Permutation
-from trajstore.sampling.rng import Counter
-from trajstore.sampling.window_starts import Draw, joined
+from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.window_starts import DrawnWindows, concat_drawn
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array
 
@@ -23,7 +23,7 @@ State = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Among:
+class DrawScope:
     """Which windows may be drawn: those of chosen episodes, or recent ones, or a mix of recent and all."""
 
     where: Where | None = None
@@ -49,7 +49,9 @@ class Among:
 class RandomDraws:
     """Uniform with replacement, over what the index shows at that moment."""
 
-    def __init__(self, source: Assembler, batch_size: int, windows: Windows, among: Among, rng: Counter) -> None:
+    def __init__(
+        self, source: BatchAssembler, batch_size: int, windows: Windows, among: DrawScope, rng: CounterRng
+    ) -> None:
         check_positive("batch_size", batch_size)
         self._source = source
         self._batch_size = batch_size
@@ -57,7 +59,7 @@ class RandomDraws:
         self._among = among
         self._rng = rng
 
-    def draw(self, batch_size: int | None = None) -> tuple[Kind, Draw] | None:
+    def draw(self, batch_size: int | None = None) -> tuple[WindowKind, DrawnWindows] | None:
         """The windows of the next batch, or some in place of others that are gone."""
         among, n = self._among, batch_size or self._batch_size
         kind = self._source.kind(self._windows, among.where)
@@ -69,10 +71,10 @@ class RandomDraws:
             )
         parts = [(n_recent, low), (n - n_recent, 0)]
         drawn = [kind.starts.draw(count, self._rng, first) for count, first in parts if count]
-        return kind, joined(drawn)
+        return kind, concat_drawn(drawn)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> WindowKind:
         return self._source.kind(self._windows, self._among.where)
 
     def state_dict(self) -> State:
@@ -85,7 +87,7 @@ class RandomDraws:
         return {}
 
 
-def first_recent(kind: Kind, among: Among) -> int:
+def first_recent(kind: WindowKind, among: DrawScope) -> int:
     """The number of the first recent window."""
     low = 0
     if among.recent_steps is not None:
@@ -98,7 +100,7 @@ def first_recent(kind: Kind, among: Among) -> int:
 class _Frozen:
     """The windows of one kind as they were at one moment, numbered; what was evicted since is left out."""
 
-    def __init__(self, source: Assembler, kind: Kind) -> None:
+    def __init__(self, source: BatchAssembler, kind: WindowKind) -> None:
         index = source.index
         self._source = source
         self.kind = kind
@@ -109,7 +111,7 @@ class _Frozen:
         columns = (kind.starts.sums, index.stream.host, index.episode.host, index.t_base.host, usable)
         self._episodes = np.stack([column[: index.n].astype(np.int64) for column in columns])
 
-    def draws(self, numbers: Array, rng: Counter) -> Draw:
+    def draws(self, numbers: Array, rng: CounterRng) -> DrawnWindows:
         """The windows of these numbers that are still there."""
         sums, stream, episode, t_base, usable = self._episodes
         at = np.searchsorted(sums, numbers, side="right")
@@ -118,7 +120,7 @@ class _Frozen:
         start = spec.start(torch.from_numpy(offset), torch.from_numpy(usable[at])).numpy()
         index, entry = self._source.index, at
         if not index.n:
-            return Draw(*(torch.empty(0, dtype=torch.int64, device=index.device) for _ in range(2)))
+            return DrawnWindows(*(torch.empty(0, dtype=torch.int64, device=index.device) for _ in range(2)))
         if self._seen != (index.generation, index.version):
             names = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
             entry = index.find(names[stream[at]], episode[at])
@@ -127,7 +129,7 @@ class _Frozen:
         kept = (entry >= 0) & ((evicted == 0) | (start - evicted >= spec.lead))
         self.kind.starts.update()
         entries, starts = (torch.from_numpy(a[kept]).to(self._source.device) for a in (entry, start - evicted))
-        return self.kind.starts.with_n(Draw(entries, starts), rng)
+        return self.kind.starts.with_n(DrawnWindows(entries, starts), rng)
 
     def state_dict(self) -> State:
         return {"streams": self._streams, "episodes": torch.from_numpy(self._episodes)}
@@ -138,7 +140,7 @@ class _Frozen:
         self._seen = (-1, -1)
 
 
-def _freeze(source: Assembler, windows: Windows, where: Where | None, why: str) -> _Frozen:
+def _freeze(source: BatchAssembler, windows: Windows, where: Where | None, why: str) -> _Frozen:
     """The windows there are now; ``why`` no weights are taken.
 
     Raises:
@@ -162,11 +164,11 @@ class EpochDraws:
 
     def __init__(
         self,
-        source: Assembler,
+        source: BatchAssembler,
         batch_size: int,
         windows: Windows,
         where: Where | None,
-        rng: Counter,
+        rng: CounterRng,
         *,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -191,9 +193,9 @@ class EpochDraws:
         n = total // size if self._drop_last else -(-total // size)
         return max(0, -(-(n - self._part) // self._n_parts))
 
-    def draw(self) -> tuple[Kind, Draw] | None:
+    def draw(self) -> tuple[WindowKind, DrawnWindows] | None:
         """The windows of the next batch; None at the end of the epoch."""
-        drawn: list[Draw] = []
+        drawn: list[DrawnWindows] = []
         missing = self._batch_size
         while missing and (numbers := self._numbers(missing)) is not None:
             draw = self._frozen.draws(numbers, self._rng)
@@ -202,7 +204,7 @@ class EpochDraws:
             drawn += [draw] if len(draw.entry) else []
         if not drawn or (missing and self._drop_last):
             return None
-        return self.kind, joined(drawn)
+        return self.kind, concat_drawn(drawn)
 
     def _numbers(self, n: int) -> Array | None:
         """The next numbers of this part, up to the end of a batch of the whole epoch."""
@@ -244,11 +246,11 @@ class StagedDraws:
 
     def __init__(
         self,
-        source: Assembler,
+        source: BatchAssembler,
         batch_size: int,
         windows: Windows,
         where: Where | None,
-        rng: Counter,
+        rng: CounterRng,
         *,
         reuse: float,
         segment: int,
@@ -284,20 +286,20 @@ class StagedDraws:
             self._orders = {**dict(list(self._orders.items())[-1:]), kind: Permutation(*kind)}  # two rounds meet
         return self._orders[kind]
 
-    def windows_of(self, segment: int, every: int) -> Draw:
+    def windows_of(self, segment: int, every: int) -> DrawnWindows:
         """Some windows of a segment: every so many-th, and the last."""
         stop = min((segment + 1) * self._segment, self._frozen.total)
         numbers = np.append(np.arange(segment * self._segment, stop, every), stop - 1)
-        return self._frozen.draws(numbers, Counter(0))
+        return self._frozen.draws(numbers, CounterRng(0))
 
     @property
     def next_segment(self) -> int:
         """The segment that enters next."""
         return int(self._segments_at(self._n_turns + self._n_resident, 1)[0])
 
-    def draw(self) -> tuple[Kind, Draw] | None:
+    def draw(self) -> tuple[WindowKind, DrawnWindows] | None:
         """The windows of the next batch; an epoch has no end here."""
-        drawn: list[Draw] = []
+        drawn: list[DrawnWindows] = []
         missing = self._batch_size
         for _ in range(1000):
             draw = self._frozen.draws(self._numbers(missing), self._rng)
@@ -305,7 +307,7 @@ class StagedDraws:
             missing -= len(draw.entry)
             drawn += [draw] if len(draw.entry) else []
             if not missing:
-                return self.kind, joined(drawn)
+                return self.kind, concat_drawn(drawn)
         raise DataError(f"nearly all of the {self._frozen.total} windows were evicted since; begin anew")
 
     def _numbers(self, n: int) -> Array:

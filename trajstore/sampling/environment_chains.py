@@ -12,7 +12,7 @@ from trajstore.schema import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Steps:
+class ChainSteps:
     """Steps of a chain: the episode they are in and their position there; ``exists`` where the chain has one."""
 
     entry: torch.Tensor
@@ -20,7 +20,7 @@ class Steps:
     exists: torch.Tensor
 
 
-class Chains:
+class EnvironmentChains:
     """The episodes of an index, brought together by stream and environment. Made anew when the index changes."""
 
     def __init__(self, index: EpisodeIndex) -> None:
@@ -44,13 +44,13 @@ class Chains:
         self._sums, self._before = (torch.from_numpy(a).to(device) for a in (sums, sums - lengths))
         self._start, self._stop = (torch.from_numpy(a).to(device) for a in (_starts(stop, chain), stop))
 
-    def steps(self, entry: torch.Tensor, position: torch.Tensor) -> Steps:
+    def steps(self, entry: torch.Tensor, position: torch.Tensor) -> ChainSteps:
         """Steps at positions [B, T] counted from the first step of episodes [B], wherever in the chain they lie."""
         place = self._place[entry]
         wanted = self._before[place][:, None] + position
         near = torch.minimum(torch.maximum(wanted, self._start[place][:, None]), self._stop[place][:, None] - 1)
         found = torch.searchsorted(self._sums, near, right=True)
-        return Steps(self._order[found], near - self._before[found], near == wanted)
+        return ChainSteps(self._order[found], near - self._before[found], near == wanted)
 
 
 def _starts(stop: Array, chain: Array) -> Array:

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache.growable_array import Growing
+from trajstore.cache.growable_array import GrowableArray
 from trajstore.errors import DataError, EpisodeNotFoundError
-from trajstore.format.spans import End, JoinedSpans, StreamSpans, join, ranges, span_table
-from trajstore.sampling.episode_numbers import ByEpisode
+from trajstore.format.spans import End, EpisodeSpans, VisibleSpans, expand_counts, join_spans_by_episode, span_table
+from trajstore.sampling.episode_numbers import EpisodeNumberMap
 from trajstore.schema import Array
 from trajstore.store.snapshot import Snapshot
 
@@ -39,7 +39,7 @@ LIVE = 0  # the source of rows that are in no stream yet
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowLocations:
     """Where steps lie: source (one more than the number of the stream that holds them) and row.
 
     ``source`` broadcasts against ``row``.
@@ -50,7 +50,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
+class IndexEntries:
     """Episodes to be written into an index, and their spans, in the same order."""
 
     stream: Array
@@ -70,15 +70,15 @@ class Episodes:
         counts: Array = np.diff(ends, prepend=0)
         return counts
 
-    def take(self, chosen: Array) -> Episodes:
+    def take(self, chosen: Array) -> IndexEntries:
         """Some of them, in another order."""
         n = self.n_spans
-        owner, number = ranges(n[chosen])
+        owner, number = expand_counts(n[chosen])
         spans = (np.cumsum(n) - n)[chosen][owner] + number
         facts = (a[chosen] for a in (self.stream, self.episode, self.env, self.t_base, self.n_rows, self.flags))
-        return Episodes(*facts, *(a[spans] for a in (self.span_rows, self.span_row, self.span_source)))
+        return IndexEntries(*facts, *(a[spans] for a in (self.span_rows, self.span_row, self.span_source)))
 
-    def above(self, t: Array) -> Episodes:
+    def above(self, t: Array) -> IndexEntries:
         """The same without steps below ``t``; all of them have some left."""
         lost = (t - self.t_base).clip(0)
         owner = np.repeat(np.arange(len(t)), self.n_spans)
@@ -87,15 +87,15 @@ class Episodes:
         left = gone < self.span_rows
         spans = (self.span_rows - gone)[left], (self.span_row + gone)[left], self.span_source[left]
         facts = self.stream, self.episode, self.env, self.t_base + lost, self.n_rows - lost, self.flags
-        return Episodes(*facts, *spans)
+        return IndexEntries(*facts, *spans)
 
     @staticmethod
-    def of(joined: JoinedSpans, chosen: Array) -> Episodes:
+    def of(joined: EpisodeSpans, chosen: Array) -> IndexEntries:
         s, last = joined.columns, joined.last[chosen]
         spans = joined.span_numbers(chosen)
         rows = s["row_stop"][spans] - s["row_start"][spans]
         spans, rows = spans[rows > 0], rows[rows > 0]
-        return Episodes(
+        return IndexEntries(
             s["stream"][last],
             s["episode"][last],
             s["env"][last],
@@ -134,30 +134,34 @@ class EpisodeIndex:
         self.step_base = 0  # what step_sums begins with: evictions take away from the front
         self.heads: list[int] = []
         self._n_closed_spans = self._first_span = 0
-        self.logical = Growing(np.int64, device)  # first row of each episode, counted through; one more at the end
-        self.step_sums = Growing(np.int64, device)  # steps up to and including each episode
-        self.flags = Growing(np.uint8, device)
-        self.stream = Growing(np.int32, device)
-        self.episode = Growing(np.int64, device)
-        self.t_base = Growing(np.int64, device)  # t of the first row that is still stored
-        self.env = Growing(np.int32, device)
-        self.shown_env = Growing(np.int32, device)  # the same, but for episodes that came from other ranks
-        self.span_logical = Growing(np.int64, device)
-        self.span_row = Growing(np.int64, device)
-        self.span_source = Growing(np.int32, device)
+        self.logical = GrowableArray(
+            np.int64, device
+        )  # first row of each episode, counted through; one more at the end
+        self.step_sums = GrowableArray(np.int64, device)  # steps up to and including each episode
+        self.flags = GrowableArray(np.uint8, device)
+        self.stream = GrowableArray(np.int32, device)
+        self.episode = GrowableArray(np.int64, device)
+        self.t_base = GrowableArray(np.int64, device)  # t of the first row that is still stored
+        self.env = GrowableArray(np.int32, device)
+        self.shown_env = GrowableArray(np.int32, device)  # the same, but for episodes that came from other ranks
+        self.span_logical = GrowableArray(np.int64, device)
+        self.span_row = GrowableArray(np.int64, device)
+        self.span_source = GrowableArray(np.int32, device)
         self.logical.rewrite(0, np.zeros(1, np.int64))
         self._seen: dict[str, int] = {}  # spans taken, by stream
         self._carried: dict[str, Array] | None = None  # spans of the open episodes
-        self._open: Episodes | None = None
-        self._live: tuple[Episodes | None, Episodes | None] = (None, None)  # of the writer that is followed
+        self._open: IndexEntries | None = None
+        self._live: tuple[IndexEntries | None, IndexEntries | None] = (None, None)  # of the writer that is followed
         self.followed = ""  # id of its stream, whose episodes come by `set_live` and not with snapshots
         self._growing_spans = np.empty((0, 2), np.int64)  # of growing episodes: which one, and where in it
         self._signature: object = None
         self._first_rows: dict[str, int] = {}  # by stream: rows below were evicted when this was last updated
-        self._entries: list[ByEpisode] = []  # by stream number: the entry of each episode, or -1
-        self._floors: list[ByEpisode] = []  # by stream number: steps of an episode below were evicted here
+        self._entries: list[EpisodeNumberMap] = []  # by stream number: the entry of each episode, or -1
+        self._floors: list[EpisodeNumberMap] = []  # by stream number: steps of an episode below were evicted here
         self._has_floors = False
-        self._shown: list[tuple[ByEpisode, ByEpisode, ByEpisode]] = []  # by stream number: env, flags, beginning
+        self._shown: list[
+            tuple[EpisodeNumberMap, EpisodeNumberMap, EpisodeNumberMap]
+        ] = []  # by stream number: env, flags, beginning
         self._has_shown = False
         self._own_marks: dict[str, int] = {}  # by stream: rows below are not wanted here, whatever records say
         self.n_evictions = 0  # changes whenever steps were taken away
@@ -166,7 +170,7 @@ class EpisodeIndex:
         self.newest = np.empty(0, np.int64)  # by stream number: the largest number that an episode has had
         self.numbers: dict[str, int] = {}  # of streams, by id
         self.rank = 0  # of whoever shows this
-        self._source_ranks = Growing(np.int64, device)  # by stream number: who recorded it
+        self._source_ranks = GrowableArray(np.int64, device)  # by stream number: who recorded it
 
     def update(self, snapshot: Snapshot) -> None:
         """Take in what a newer snapshot shows; costs what is new, what is open and what was evicted.
@@ -192,7 +196,7 @@ class EpisodeIndex:
         if self._carried is not None:
             finished = {self.numbers[name] for name, part in parts.items() if part.is_finished}
             columns = self._with_carried(columns, finished)
-        self._take(join(self._above_floors(columns)))
+        self._take(join_spans_by_episode(self._above_floors(columns)))
         self.version += 1
 
     def _learn_ranks(self, snapshot: Snapshot) -> None:
@@ -211,7 +215,7 @@ class EpisodeIndex:
             self._source_ranks.rewrite(self._source_ranks.n, np.full(missing, self.rank))
         return self._source_ranks.device
 
-    def _settle(self, parts: Mapping[str, StreamSpans]) -> None:
+    def _settle(self, parts: Mapping[str, VisibleSpans]) -> None:
         """Begin anew where something other than new spans and evictions has changed."""
         signature = [(name, p.stream, p.hidden, p.discarded) for name, p in parts.items() if _is_special(p)]
         is_lost = any(self._is_shown(name) for name in self._seen.keys() - parts.keys())
@@ -306,7 +310,7 @@ class EpisodeIndex:
                 column[mine] = table.get(episode[mine])
         return found[0], found[1], found[2]
 
-    def _closed_of(self, stream: int | None) -> Episodes:
+    def _closed_of(self, stream: int | None) -> IndexEntries:
         """The entries of a stream's episodes that ended, or of all of them, as they were written."""
         entry = np.arange(self.first, self.n_closed)
         entry = entry if stream is None else entry[self.stream.host[self.first : self.n_closed] == stream]
@@ -319,7 +323,7 @@ class EpisodeIndex:
         rows = self.logical.host[entry + 1] - self.logical.host[entry]
         flags = self.flags.host[entry] & ~np.uint8(HEADLESS | BEGINS)
         places = self.span_row.host[spans], self.span_source.host[spans]
-        return Episodes(number, episode, env, t_base, rows, flags, n_rows, *places)
+        return IndexEntries(number, episode, env, t_base, rows, flags, n_rows, *places)
 
     @property
     def marks(self) -> Array:
@@ -330,10 +334,10 @@ class EpisodeIndex:
             marks[source] = max(marks[source], row)
         return marks
 
-    def _columns(self) -> tuple[Growing, ...]:
+    def _columns(self) -> tuple[GrowableArray, ...]:
         return self.stream, self.episode, self.t_base, self.env, self.shown_env
 
-    def _span_columns(self) -> tuple[Growing, ...]:
+    def _span_columns(self) -> tuple[GrowableArray, ...]:
         return self.span_logical, self.span_row, self.span_source
 
     def _with_carried(self, columns: dict[str, Array], finished: set[int]) -> dict[str, Array]:
@@ -343,7 +347,7 @@ class EpisodeIndex:
         carried["end"] = np.where(is_cut, End.CUT, carried["end"])
         return {name: np.concatenate([carried[name], column]) for name, column in columns.items()}
 
-    def _evict(self, parts: Mapping[str, StreamSpans]) -> None:
+    def _evict(self, parts: Mapping[str, VisibleSpans]) -> None:
         """Take away rows that were evicted since the last update."""
         marks = {
             name: part.first_row
@@ -403,7 +407,7 @@ class EpisodeIndex:
             lost[entry[closed] - self.first] = t[closed] - self.t_base.host[entry[closed]]
             self._trim_head(stop, lost.clip(0))
         if (open_ & ~is_live).any() and self._carried is not None:
-            self._take(join(self._above_floors(self._carried)))
+            self._take(join_spans_by_episode(self._above_floors(self._carried)))
         self.version += 1
         return episode[is_live], t[is_live]
 
@@ -514,15 +518,15 @@ class EpisodeIndex:
             chosen = episode[stream == number]
             self._entries[number].put(chosen, np.full(len(chosen), -1))
 
-    def _take(self, joined: JoinedSpans) -> None:
+    def _take(self, joined: EpisodeSpans) -> None:
         end = joined.columns["end"][joined.last]
         usable = (joined.n_rows - joined.columns["has_final"][joined.last] > 0) & (end != End.ABORTED)
         is_open = end == End.OPEN
         self._carried = joined.select(is_open)
-        self._open = Episodes.of(joined, usable & is_open)
-        self._append(Episodes.of(joined, usable & ~is_open))
+        self._open = IndexEntries.of(joined, usable & is_open)
+        self._append(IndexEntries.of(joined, usable & ~is_open))
 
-    def _append(self, closed: Episodes) -> None:
+    def _append(self, closed: IndexEntries) -> None:
         """Add episodes that ended, and write the tail anew behind them."""
         if self.n > self.n_closed:
             self._forget(np.arange(self.n_closed, self.n))
@@ -534,7 +538,7 @@ class EpisodeIndex:
                 self._write(self.flags.n, self.span_row.n, episodes)
         self.n = self.flags.n
 
-    def set_live(self, placed: Episodes, ended: Episodes, growing: Episodes) -> None:
+    def set_live(self, placed: IndexEntries, ended: IndexEntries, growing: IndexEntries) -> None:
         """Take in episodes of the writer that is followed: placed for good, ended, and growing ones."""
         self._live = ended, growing
         owner = np.repeat(np.arange(len(growing.n_rows)), growing.n_spans)
@@ -559,9 +563,9 @@ class EpisodeIndex:
         """The number of a stream, which is given one if it has none."""
         if stream not in self.numbers:
             self.numbers[stream] = len(self.numbers)
-            self._entries.append(ByEpisode())
-            self._floors.append(ByEpisode(default=0))
-            self._shown.append((ByEpisode(-1), ByEpisode(0), ByEpisode(GONE)))
+            self._entries.append(EpisodeNumberMap())
+            self._floors.append(EpisodeNumberMap(default=0))
+            self._shown.append((EpisodeNumberMap(-1), EpisodeNumberMap(0), EpisodeNumberMap(GONE)))
             self.newest = np.append(self.newest, -1)
         return self.numbers[stream]
 
@@ -588,7 +592,7 @@ class EpisodeIndex:
         self.generation += 1
         self.heads = []
 
-    def _write(self, at: int, at_span: int, new: Episodes) -> None:
+    def _write(self, at: int, at_span: int, new: IndexEntries) -> None:
         """Write episodes from entry ``at`` on, and their spans."""
         before = int(self.logical.host[at])
         self.logical.rewrite(at + 1, before + np.cumsum(new.n_rows))
@@ -667,7 +671,7 @@ class EpisodeIndex:
         found[found] = self.t_base.host[entry[found]] <= t[found]
         return found
 
-    def entries_of(self, stream: int) -> ByEpisode:
+    def entries_of(self, stream: int) -> EpisodeNumberMap:
         """The entry of each episode of a stream, or -1."""
         return self._entries[stream]
 
@@ -676,20 +680,20 @@ class EpisodeIndex:
         episodes = self.logical.host, self.flags.host, self.t_base.host, self.stream.host, self.episode.host
         return *episodes, self.span_logical.host, self.span_row.host, self.span_source.host, self.is_simple
 
-    def rows(self, entry: torch.Tensor, position: torch.Tensor) -> Rows:
+    def rows(self, entry: torch.Tensor, position: torch.Tensor) -> RowLocations:
         """Rows of steps: of episodes ``entry`` [B, ...], at ``position`` [B, ...] from their first stored row."""
         if self.kernels is not None and entry.dim() == 1:
             return self._compiled_rows(entry, position)
         lead = entry.shape + (1,) * (position.dim() - entry.dim())
         if self.is_simple:
             row = self.span_row.device[entry].view(lead) + position
-            return Rows(self.span_source.device[entry].view(lead), row)
+            return RowLocations(self.span_source.device[entry].view(lead), row)
         logical = self.logical.device[entry].view(lead) + position
         span = torch.searchsorted(self.span_logical.device, logical, right=True).sub_(1)
         row = self.span_row.device[span] + (logical - self.span_logical.device[span])
-        return Rows(self.span_source.device[span], row)
+        return RowLocations(self.span_source.device[span], row)
 
-    def _compiled_rows(self, entry: torch.Tensor, position: torch.Tensor) -> Rows:
+    def _compiled_rows(self, entry: torch.Tensor, position: torch.Tensor) -> RowLocations:
         assert self.kernels is not None
         lead = len(position), math.prod(position.shape[1:])  # not -1: there may be none
         flat = position.numpy().reshape(lead)
@@ -697,7 +701,7 @@ class EpisodeIndex:
         spans = self.span_logical.host, self.span_row.host, self.span_source.host, self.is_simple
         outputs = row.numpy().reshape(lead), source.numpy().reshape(lead)
         self.kernels.rows(entry.numpy(), flat, self.logical.host, *spans, *outputs)
-        return Rows(source, row)
+        return RowLocations(source, row)
 
 
 def handles_of(index: Any) -> Array:
@@ -714,7 +718,7 @@ def handles_of(index: Any) -> Array:
     return handles
 
 
-def _is_special(part: StreamSpans) -> bool:
+def _is_special(part: VisibleSpans) -> bool:
     return bool(part.hidden) or bool(part.discarded) or part.stream != part.source
 
 

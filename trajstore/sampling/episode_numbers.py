@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from trajstore.cache.growable_array import Growing
+from trajstore.cache.growable_array import GrowableArray
 from trajstore.schema import Array
 
 _DENSE, _MIN_DENSE = 4, 1 << 16
 _CPU = torch.device("cpu")
 
 
-class ByEpisode:
+class EpisodeNumberMap:
     """Numbers by episode; those never put have a default.
 
     Writers number episodes without large gaps, so this is a table from some episode on. A table of any other
@@ -22,7 +22,7 @@ class ByEpisode:
     def __init__(self, default: int = -1) -> None:
         self._default = default
         self.base = 0  # the episode that the table begins with
-        self._table = Growing(np.int64, _CPU)
+        self._table = GrowableArray(np.int64, _CPU)
         self._far: dict[int, int] = {}
         self._n_put = 0  # so many lay beyond the table when they came
 

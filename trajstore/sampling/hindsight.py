@@ -14,14 +14,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import Wanted
+from trajstore.cache.chunk_cache import RowRequest
 from trajstore.cache.page_table import UNSIGNED
 from trajstore.errors import DataError, SnapshotExpiredError
-from trajstore.sampling.batch_assembler import Assembler, Kind
-from trajstore.sampling.batch_plan import Plan
+from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
+from trajstore.sampling.batch_plan import BatchPlan
 from trajstore.sampling.episode_index import HAS_FINAL
-from trajstore.sampling.rng import Counter
-from trajstore.sampling.window_starts import Draw
+from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows, relative
 from trajstore.schema import Array, Schema, nest, selected_paths
 
@@ -141,7 +141,7 @@ class _Drawn:
 class Relabeller:
     """Plans batches with hindsight; called with the assembler's lock held, as the assembler is."""
 
-    def __init__(self, source: Assembler, options: Hindsight, rng: Counter) -> None:
+    def __init__(self, source: BatchAssembler, options: Hindsight, rng: CounterRng) -> None:
         self.options = options
         self.rng = rng
         self._source = source
@@ -149,7 +149,7 @@ class Relabeller:
         self._distances: torch.Tensor | None = None
         self._offsets: dict[tuple[int, ...], torch.Tensor] = {}  # of stacked rewards
 
-    def plan(self, kind: Kind, draw: Draw, goal_index: torch.Tensor | None = None) -> Plan:
+    def plan(self, kind: WindowKind, draw: DrawnWindows, goal_index: torch.Tensor | None = None) -> BatchPlan:
         """The plan of a batch in which some windows have other goals.
 
         No synchronisation with the host, unless ``goal_index`` says which goals they are: that of an earlier plan
@@ -171,7 +171,7 @@ class Relabeller:
             new = replace(new, chosen=new.chosen & ~part.is_lost.flatten(1).any(1))
         return self._extended(plan, goals, places, asked, new)
 
-    def _places(self, draw: Draw, spec: Windows, goals: _Goals) -> _Places:
+    def _places(self, draw: DrawnWindows, spec: Windows, goals: _Goals) -> _Places:
         index, entry, start = self._source.index, draw.entry, draw.start
         has_final = index.flags.device[entry] & HAS_FINAL
         n = index.logical.device[entry + 1] - index.logical.device[entry] - has_final
@@ -180,7 +180,7 @@ class Relabeller:
         steps = torch.minimum((start[:, None] + relative(spec, index.device)).clamp(min=0), n[:, None] - 1)
         return _Places(entry, n, last, -index.t_base.device[entry], first, steps)
 
-    def _asked(self, plan: Plan, spec: Windows, places: _Places) -> dict[str, _Asked]:
+    def _asked(self, plan: BatchPlan, spec: Windows, places: _Places) -> dict[str, _Asked]:
         """What follows from the goal, by key of the batch."""
         reward, valid, after = self._source.schema.reward, plan.known["valid"], plan.after
         asked: dict[str, _Asked] = {}
@@ -263,8 +263,8 @@ class Relabeller:
         return _Drawn(goal_index[:, 0].to(index.device) >= 0, at, t)
 
     def _extended(
-        self, plan: Plan, goals: _Goals, places: _Places, asked: Mapping[str, _Asked], new: _Drawn
-    ) -> Plan:
+        self, plan: BatchPlan, goals: _Goals, places: _Places, asked: Mapping[str, _Asked], new: _Drawn
+    ) -> BatchPlan:
         """The plan with what is to be read beside it, and what is done with that."""
         index, chosen = self._source.index, new.chosen
         entry = torch.where(chosen, new.entry, places.entry)
@@ -275,7 +275,7 @@ class Relabeller:
         rows = {_GOAL: index.rows(entry, position)}
         rows |= {_AFTER + key: index.rows(places.entry, part.position) for key, part in asked.items()}
         wanted = {
-            key + name: Wanted(achieved, found.source, found.row)
+            key + name: RowRequest(achieved, found.source, found.row)
             for key, found in rows.items()
             for _, achieved, name in goals.fields
         }
@@ -292,7 +292,7 @@ class _Edit:
     asked: Mapping[str, _Asked]
     chosen: torch.Tensor
 
-    def __call__(self, plan: Plan, values: dict[str, torch.Tensor]) -> Plan:
+    def __call__(self, plan: BatchPlan, values: dict[str, torch.Tensor]) -> BatchPlan:
         goal = self._taken(values, _GOAL)
         achieved = {key: self._taken(values, _AFTER + key) for key in self.asked}
         for path, _, name in self.goals.fields:
@@ -337,8 +337,8 @@ class _Edit:
         return found
 
     def _ended(
-        self, plan: Plan, achieved: Mapping[str, Mapping[str, torch.Tensor]], goal: Mapping[str, torch.Tensor]
-    ) -> Plan:
+        self, plan: BatchPlan, achieved: Mapping[str, Mapping[str, torch.Tensor]], goal: Mapping[str, torch.Tensor]
+    ) -> BatchPlan:
         """The plan as it is where achieving the goal terminates the episode."""
         if self.options.terminated is None:
             return plan
@@ -386,7 +386,7 @@ def _described(field: Any) -> str:
     return f"{field.dtype} of shape {field.shape}" if field is not None else "no such field"
 
 
-def _check_batch(plan: Plan, goals: _Goals, schema: Schema, options: Hindsight) -> None:
+def _check_batch(plan: BatchPlan, goals: _Goals, schema: Schema, options: Hindsight) -> None:
     """Refuse batches that would lack goals, or keep rewards of other goals."""
     for path, _, _ in goals.fields:
         if path not in plan.wanted:

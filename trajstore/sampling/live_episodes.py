@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trajstore.format.spans import End, ranges
-from trajstore.sampling.episode_index import LIVE, Episodes, flags_of
+from trajstore.format.spans import End, expand_counts
+from trajstore.sampling.episode_index import LIVE, IndexEntries, flags_of
 from trajstore.schema import Array
 from trajstore.writing.staging import Staging
 
@@ -28,7 +28,7 @@ _N_ROWS, _LIVE, _NEXT, _ROOM, _FLOOR = map(_COLUMNS.index, ("n_rows", "live", "n
 
 
 @dataclass(slots=True)
-class Taken:
+class AppendedRows:
     """Rows on their way into the cache: values by field, and the live rows they go to."""
 
     values: Mapping[str, Array]
@@ -36,7 +36,7 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Moved:
+class PlacedRows:
     """Live rows that are rows of the stream now, of those that a commit placed in [start, stop)."""
 
     live: Array
@@ -45,7 +45,7 @@ class Moved:
     stop: int
 
 
-Change = Taken | Moved
+IndexChange = AppendedRows | PlacedRows
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class LiveEpisodes:
         self._free = np.arange(n // self._page_rows)
         self._n_free = len(self._free)
 
-    def take(self, staging: Staging | None) -> list[Change]:
+    def take(self, staging: Staging | None) -> list[IndexChange]:
         """Look at everything appended since; returns what has to be copied, in that order.
 
         ``staging`` is the one being filled, if the writer's lock could be had: nothing is appended meanwhile.
@@ -184,7 +184,7 @@ class LiveEpisodes:
             blocks = [(block, block.values) for block in self._blocks]
             commits, self._commits = self._commits, deque()
             amended, self._amended = self._amended, []
-        taken: list[Change] = []
+        taken: list[IndexChange] = []
         n_done = sum(1 for block, values in blocks if self._enter(block, values, taken))
         taken = [change for change in taken if change is not _FULL]
         # Before rows move into the stream; what comes from the staging after is amended already.
@@ -210,7 +210,7 @@ class LiveEpisodes:
             n, n_ends = (staging.n, staging.n_ends) if staging is not None else (self._n_taken, self._n_ends)
             return bool(self._blocks) or n > self._n_taken or n_ends > self._n_ends
 
-    def _take_staging(self, staging: Staging, taken: list[Change]) -> None:
+    def _take_staging(self, staging: Staging, taken: list[IndexChange]) -> None:
         if staging.n == self._n_taken and staging.n_ends == self._n_ends:
             return
         if self.is_full:
@@ -240,7 +240,7 @@ class LiveEpisodes:
         self._n_ended += int(open_.sum())
         self._is_changed = True
 
-    def _enter_one(self, staging: Staging, taken: list[Change]) -> bool:
+    def _enter_one(self, staging: Staging, taken: list[IndexChange]) -> bool:
         """Take up a single row of an episode that goes on in its page: the common case, and far cheaper."""
         table, row = self._episodes, self._n_taken
         slot = int(np.searchsorted(table["episode"], staging.episode[row]))
@@ -251,7 +251,7 @@ class LiveEpisodes:
             return False
         live = slice(row, row + 1)
         rows = {path: column[live] for path, column in staging.columns.items()}
-        taken.append(Taken(rows, values[_NEXT : _NEXT + 1].copy()))
+        taken.append(AppendedRows(rows, values[_NEXT : _NEXT + 1].copy()))
         if self.keeps_arrivals:
             self._arrivals.append(staging.episode[live].copy())
         self._is_changed = self._is_changed or bool(values[_FLOOR] >= values[_N_ROWS])  # it is shown again
@@ -260,7 +260,7 @@ class LiveEpisodes:
         self._is_longer = True
         return True
 
-    def _enter_each(self, staging: Staging, taken: list[Change]) -> bool:
+    def _enter_each(self, staging: Staging, taken: list[IndexChange]) -> bool:
         """Take up a row of each of several episodes that go on in their pages: one step of many environments."""
         table, rows = self._episodes, slice(self._n_taken, staging.n)
         episode = staging.episode[rows]
@@ -272,7 +272,9 @@ class LiveEpisodes:
         values = table.data[:, slot]
         if not values[_ROOM].all() or len(np.unique(slot)) < len(slot):
             return False
-        taken.append(Taken({path: column[rows] for path, column in staging.columns.items()}, values[_NEXT].copy()))
+        taken.append(
+            AppendedRows({path: column[rows] for path, column in staging.columns.items()}, values[_NEXT].copy())
+        )
         if self.keeps_arrivals:
             self._arrivals.append(episode.copy())
         self._is_changed = self._is_changed or bool((values[_FLOOR] >= values[_N_ROWS]).any())
@@ -282,7 +284,7 @@ class LiveEpisodes:
         self._is_longer = True
         return True
 
-    def _enter(self, block: _Block, values: dict[str, Array] | None, taken: list[Change]) -> bool:
+    def _enter(self, block: _Block, values: dict[str, Array] | None, taken: list[IndexChange]) -> bool:
         """Take up the rows of a block; False if there are too few live rows for them, and nothing is done."""
         if taken and taken[-1] is _FULL:
             return False
@@ -303,7 +305,7 @@ class LiveEpisodes:
         slot = np.searchsorted(self._episodes["episode"], ids)
         if values is not None and len(order):
             rows = self._allot(ids, slot, count, n_pages)
-            taken.append(Taken({path: column[order] for path, column in values.items()}, rows))
+            taken.append(AppendedRows({path: column[order] for path, column in values.items()}, rows))
             self._episodes["live"][slot] = self._episodes["n_rows"][slot] + count
         elif len(order):
             self._episodes["room"][slot] = 0  # these rows are in the stream; what follows begins another page
@@ -334,7 +336,7 @@ class LiveEpisodes:
         self._n_free -= n
         pages = self._free[self._n_free : self._n_free + n]
         room, following = table["room"][slot], table["next"][slot]
-        owner, i = ranges(count)
+        owner, i = expand_counts(count)
         beyond = i - room[owner]
         first_page = np.cumsum(n_pages) - n_pages
         page = (
@@ -343,7 +345,7 @@ class LiveEpisodes:
             else 0
         )
         rows = np.where(beyond < 0, following[owner] + i, page * self._page_rows + beyond % self._page_rows)
-        page_owner, k = ranges(n_pages)
+        page_owner, k = expand_counts(n_pages)
         t = (table["n_rows"][slot] + room)[page_owner] + k * self._page_rows
         self._spans.append(ids[page_owner], t, LIVE, pages * self._page_rows, _NO_STOP) if n else None
         last = np.cumsum(count) - 1
@@ -387,7 +389,7 @@ class LiveEpisodes:
         self._n_free += len(pages)
         self.epoch += bool(len(pages))
 
-    def _place(self, spans: Array) -> Moved:
+    def _place(self, spans: Array) -> PlacedRows:
         """Rows of these spans are in the stream: they need no live rows any more."""
         start, stop = int(spans[0, 3]), int(spans[-1, 4])
         spans = spans[spans[:, 4] > spans[:, 3]]
@@ -401,7 +403,7 @@ class LiveEpisodes:
             spans
         ) else None
         self._is_changed = True
-        return Moved(live, rows, start, stop)
+        return PlacedRows(live, rows, start, stop)
 
     def _trim(self, shift: Array) -> tuple[Array, Array]:
         """Take committed rows off the live spans; returns these live rows, and the rows they are now."""
@@ -418,7 +420,7 @@ class LiveEpisodes:
         gone = stop <= committed
         cut = np.clip(committed - t, 0, stop - t)
         row = spans["row"][live]
-        owner, i = ranges(cut)
+        owner, i = expand_counts(cut)
         moved = row[owner] + i, (t + shift[slot])[owner] + i
         spans["t"][live], spans["row"][live] = t + cut, row + cut
         is_last = np.ones(len(live), bool)
@@ -430,7 +432,7 @@ class LiveEpisodes:
         spans.keep(keep)
         return moved
 
-    def _amend(self, episode: int, t: int, values: dict[str, Array]) -> Taken | None:
+    def _amend(self, episode: int, t: int, values: dict[str, Array]) -> AppendedRows | None:
         spans, table = self._spans, self._episodes
         slot = int(np.searchsorted(table["episode"], episode))
         if slot == table.n or table["episode"][slot] != episode or t >= table["live"][slot]:
@@ -442,7 +444,7 @@ class LiveEpisodes:
         if t >= spans["stop"][span]:
             return None
         row = spans["row"][span] + t - spans["t"][span]
-        return Taken({path: np.asarray(value)[None] for path, value in values.items()}, np.array([row]))
+        return AppendedRows({path: np.asarray(value)[None] for path, value in values.items()}, np.array([row]))
 
     def take_arrivals(self) -> Array:
         """Episodes of the rows that were taken up since this was last asked, in order of arrival."""
@@ -475,7 +477,7 @@ class LiveEpisodes:
         n_rows: Array = (self._episodes["n_rows"] - self._episodes["floor"])[self._growing]
         return n_rows
 
-    def episodes(self) -> tuple[Episodes, Episodes, Episodes] | None:
+    def episodes(self) -> tuple[IndexEntries, IndexEntries, IndexEntries] | None:
         """Episodes that are placed for good now, that ended, and that grow; None if nothing has changed."""
         if not self._is_changed:
             return None
@@ -496,7 +498,7 @@ class LiveEpisodes:
         self._growing = growing[(table["n_rows"] - table["floor"])[growing] > 0]
         return blocks[0], blocks[1], blocks[2]
 
-    def _described(self, slots: Array) -> Episodes:
+    def _described(self, slots: Array) -> IndexEntries:
         if not len(slots):
             return _NONE
         table, spans = self._episodes, self._spans
@@ -515,11 +517,11 @@ class LiveEpisodes:
         left = stop > start
         mine, row = mine[left], (spans["row"][mine] + start - t)[left]
         facts = stream, table["episode"][slots], table["env"][slots], floor, n_rows
-        return Episodes(*facts, flags, (stop - start)[left], row, spans["source"][mine])
+        return IndexEntries(*facts, flags, (stop - start)[left], row, spans["source"][mine])
 
 
 _NO_STOP = 1 << 62  # it goes on
 _EMPTY = np.empty(0, np.int64)
 _NO_ENDS = np.empty((0, 5), np.int64)
-_NONE = Episodes(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint8), _EMPTY, _EMPTY, _EMPTY)
-_FULL = Taken({}, np.empty(0, np.int64))  # stands where live rows ran out
+_NONE = IndexEntries(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint8), _EMPTY, _EMPTY, _EMPTY)
+_FULL = AppendedRows({}, np.empty(0, np.int64))  # stands where live rows ran out

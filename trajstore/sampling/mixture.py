@@ -13,7 +13,7 @@ import torch
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError, NotReadyError, SchemaError
 from trajstore.sampling.outputs import Ring, check_outputs, flat_outputs
-from trajstore.sampling.rng import Counter
+from trajstore.sampling.rng import CounterRng
 from trajstore.schema import Schema, nest
 
 Weight = float | Callable[[int], float]
@@ -24,7 +24,7 @@ _CPU = torch.device("cpu")
 _SOURCE = "source"
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """What can be mixed: a reader, a buffer, or anything else that gives batches."""
 
     @property
@@ -68,7 +68,7 @@ class Mixture:
 
     def __init__(
         self,
-        sources: Mapping[str, Source | tuple[Source, Weight]],
+        sources: Mapping[str, BatchSource | tuple[BatchSource, Weight]],
         *,
         seed: int = 0,
         exact: bool = True,
@@ -88,7 +88,7 @@ class Mixture:
         self._weights: list[Weight] = [weight for _, weight in pairs]
         self._exact, self._when_empty, self._shuffle = exact, when_empty, shuffle
         self._fields = None if fields is None else tuple(fields)
-        self._rng = Counter(seed)
+        self._rng = CounterRng(seed)
         self._n_batches = 0
         self._counts = [0] * len(pairs)
         self._carry = [0.0] * len(pairs)  # windows that each source is owed; without `exact` all 0
@@ -273,7 +273,7 @@ class _Turn:
     def __init__(self, mixture: Mixture, n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._mixture, self.n = mixture, n
         self._args, self._kwargs = args, kwargs
-        self.rng = Counter(mixture._rng.seed, mixture._rng.counter)
+        self.rng = CounterRng(mixture._rng.seed, mixture._rng.counter)
         self.parts: list[_Part] = []
         self.kind: Any = dict
         self._weights = mixture._weights_at(mixture._n_batches)
@@ -355,7 +355,7 @@ def apportion(n: int, wanted: Mapping[int, float], at_least: Sequence[int]) -> l
     return counts
 
 
-def _drawn(n: int, weights: Mapping[int, float], at_least: Sequence[int], rng: Counter) -> list[int]:
+def _drawn(n: int, weights: Mapping[int, float], at_least: Sequence[int], rng: CounterRng) -> list[int]:
     """How many of ``n`` windows fall to each source, drawn by weight, and what is settled already."""
     bounds = torch.tensor(list(weights.values()), dtype=torch.float64).cumsum(0)
     found = torch.searchsorted(bounds, rng.uniform(n, _CPU) * bounds[-1], right=True)

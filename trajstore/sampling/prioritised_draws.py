@@ -12,17 +12,17 @@ import torch
 
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError, NotReadyError
-from trajstore.format.spans import all_between
-from trajstore.sampling.batch_assembler import Assembler, Kind, Where
-from trajstore.sampling.draws import Among, first_recent
+from trajstore.format.spans import expand_ranges
+from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
+from trajstore.sampling.draws import DrawScope, first_recent
 from trajstore.sampling.episode_index import handles_of
-from trajstore.sampling.priority_column import COLUMN, PriorityTable
+from trajstore.sampling.priority_column import COLUMN, PriorityColumn
 from trajstore.sampling.priority_options import Priorities
-from trajstore.sampling.rng import Counter
-from trajstore.sampling.step_table import EVICTED, PAST_END, Change, StepTable
+from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.step_table import EVICTED, PAST_END, AddressChange, StepTable
 from trajstore.sampling.stored_column import StoredColumn
 from trajstore.sampling.sum_tree import SumTree
-from trajstore.sampling.window_starts import Draw, joined
+from trajstore.sampling.window_starts import DrawnWindows, concat_drawn
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array
 from trajstore.writing.writer import Writer
@@ -43,11 +43,11 @@ class PrioritySampler:
         n_batches: Batches drawn so far; what schedules go by.
     """
 
-    def __init__(self, source: Assembler, options: Priorities, steps: StepTable) -> None:
+    def __init__(self, source: BatchAssembler, options: Priorities, steps: StepTable) -> None:
         self.source = source
         self.options = options
         self.steps = steps
-        self.table = PriorityTable(steps, None if options.initial == "max" else float(options.initial))
+        self.table = PriorityColumn(steps, None if options.initial == "max" else float(options.initial))
         self._stored = StoredColumn(source, steps, COLUMN, self.table.check, self.table.of_new)
         if options.max_uses is not None:
             steps.attach(USES, torch.int32)
@@ -82,7 +82,7 @@ class PrioritySampler:
             self._trees = {}
         self.options = options
 
-    def kind(self, windows: Windows, where: Where | None) -> Kind:
+    def kind(self, windows: Windows, where: Where | None) -> WindowKind:
         if windows.weight != "window":
             raise ValueError(f"weight={windows.weight!r}: priorities decide which windows are drawn")
         if windows.boundary in ("pad_left", "pad_both"):
@@ -106,7 +106,9 @@ class PrioritySampler:
         tree.update(self._masses)
         return tree
 
-    def draw(self, batch_size: int, windows: Windows, among: Among, rng: Counter) -> tuple[Kind, Draw]:
+    def draw(
+        self, batch_size: int, windows: Windows, among: DrawScope, rng: CounterRng
+    ) -> tuple[WindowKind, DrawnWindows]:
         """The windows of a batch, with their probabilities and weights."""
         check_positive("batch_size", batch_size)
         self.follow()
@@ -134,7 +136,7 @@ class PrioritySampler:
         self.n_batches += 1
         return kind, draw
 
-    def _draw_unused(self, tree: _Tree, n: int, among: Among, rng: Counter, max_uses: int) -> _Drawn:
+    def _draw_unused(self, tree: _Tree, n: int, among: DrawScope, rng: CounterRng, max_uses: int) -> _Drawn:
         """Windows none of which is drawn more often than allowed; those used up are never drawn again.
 
         Raises:
@@ -168,7 +170,7 @@ class PrioritySampler:
         for tree in self._trees.values():
             tree.put(where, changed, self._masses)
 
-    def _weighted(self, tree: _Tree, drawn: _Drawn, among: Among, uniform: float) -> Draw:
+    def _weighted(self, tree: _Tree, drawn: _Drawn, among: DrawScope, uniform: float) -> DrawnWindows:
         """Weights and probabilities of a batch of which the part ``uniform`` is drawn uniformly."""
         n, probability = tree.n_windows(among), drawn.probability
         if uniform:
@@ -215,7 +217,7 @@ class PrioritySampler:
             raise DataError(f"index {handles[np.flatnonzero(bad)[0]].tolist()}: this reader has no such step")
         return address
 
-    def mass(self, windows: Windows, among: Among) -> Mass | None:
+    def mass(self, windows: Windows, among: DrawScope) -> WindowMass | None:
         """How much there is to draw from, to be compared with that of other samplers; None: nothing."""
         self.follow()
         if self._masses.is_stale(self.n_batches, self.table):
@@ -228,7 +230,7 @@ class PrioritySampler:
         uniform, n, least = self.options.uniform, tree.n_windows(among), math.inf
         if self.options.normalize == "buffer":
             least = float(tree.smallest * (1 - uniform) * (not uniform or tree.is_all_positive) + uniform / n)
-        return Mass(tree.total / scale, recent, n, least)
+        return WindowMass(tree.total / scale, recent, n, least)
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on as before, the priorities themselves included."""
@@ -261,7 +263,7 @@ class PrioritySampler:
 
 
 @dataclass(frozen=True, slots=True)
-class Mass:
+class WindowMass:
     """Of windows that can be drawn.
 
     Attributes:
@@ -281,17 +283,17 @@ class Mass:
 class _Drawn:
     """Windows, and the probability that priorities give to each."""
 
-    draw: Draw
+    draw: DrawnWindows
     probability: torch.Tensor
 
     def some(self, chosen: Array) -> _Drawn:
         where = torch.from_numpy(chosen).to(self.draw.entry.device)
         n = None if self.draw.n is None else self.draw.n[where]
-        return _Drawn(Draw(self.draw.entry[where], self.draw.start[where], n), self.probability[where])
+        return _Drawn(DrawnWindows(self.draw.entry[where], self.draw.start[where], n), self.probability[where])
 
 
 def _joined(parts: list[_Drawn]) -> _Drawn:
-    return _Drawn(joined([part.draw for part in parts]), torch.cat([part.probability for part in parts]))
+    return _Drawn(concat_drawn([part.draw for part in parts]), torch.cat([part.probability for part in parts]))
 
 
 class _Masses:
@@ -311,12 +313,12 @@ class _Masses:
         """What raw masses are multiplied with."""
         return self._scale
 
-    def is_stale(self, n_batches: int, table: PriorityTable) -> bool:
+    def is_stale(self, n_batches: int, table: PriorityColumn) -> bool:
         is_ranked = self._options.kind == "rank"
         is_old = is_ranked and (self._ranks is None or n_batches - self._ranked_at >= self._options.rank_every)
         return self._scale == 0.0 or is_old or table.size > self._size or self._is_too_loose(table)
 
-    def _is_too_loose(self, table: PriorityTable) -> bool:
+    def _is_too_loose(self, table: PriorityColumn) -> bool:
         if not self._is_loose or self._options.kind == "rank":
             return False
         self._is_loose = False
@@ -347,7 +349,7 @@ class _Masses:
             raise DataError(f"priority {priority!r} is too large for alpha={self._options.alpha!r}")
         return raw
 
-    def settle(self, n_batches: int, table: PriorityTable) -> None:
+    def settle(self, n_batches: int, table: PriorityColumn) -> None:
         """Choose the scale anew: the sum of all masses stays below 2**62."""
         self._size = max(2 * table.size, 1 << 20)
         bits = 61 - (self._size - 1).bit_length()
@@ -434,7 +436,7 @@ class _Tree:
         stop = self._valid(np.arange(index.n_closed, index.n))[1] + base
         self._tail = np.stack([index.stream.host[tail], index.episode.host[tail], base, stop])
 
-    def _follow_change(self, change: Change) -> None:
+    def _follow_change(self, change: AddressChange) -> None:
         """Steps have moved, or are gone."""
         old = torch.from_numpy(change.old).to(self._source.device)
         if change.new is not None:
@@ -463,7 +465,7 @@ class _Tree:
         was_open = index.find(stream, episode)
         for i in np.flatnonzero(was_open < 0):  # aborted, or evicted whole: rare
             gone = self._table.forget_episode(*(int(a[i]) for a in (stream, episode, t_start, t_stop)))
-            self._follow_change(Change(gone, None))
+            self._follow_change(AddressChange(gone, None))
         here = was_open >= self._n_closed
         was_open = was_open[here]
         done[was_open - self._n_closed] = (t_stop[here] - index.t_base.host[was_open]).clip(0)
@@ -477,7 +479,7 @@ class _Tree:
         self._set(entry, np.maximum(first, np.minimum(done, stop)), stop, masses)
 
     def _clear(self, entry: Array, first: Array, stop: Array) -> None:
-        owner, position = all_between(first, stop)
+        owner, position = expand_ranges(first, stop)
         if len(position):
             address = torch.from_numpy(self._table.addresses(entry[owner], position)).to(self._source.device)
             self._tree.put(address, torch.zeros_like(address))
@@ -497,7 +499,7 @@ class _Tree:
 
     def _set(self, entry: Array, first: Array, stop: Array, masses: _Masses) -> None:
         """Give masses to the starts at positions from ``first`` to ``stop`` of index entries."""
-        owner, position = all_between(first, stop)
+        owner, position = expand_ranges(first, stop)
         if not len(position):
             return
         address = self._table.addresses(entry[owner], position)
@@ -584,13 +586,13 @@ class _Tree:
 
     # ---- drawing
 
-    def draw(self, n: int, rng: Counter, among: Among, stratified: bool) -> _Drawn:
+    def draw(self, n: int, rng: CounterRng, among: DrawScope, stratified: bool) -> _Drawn:
         if among.is_recent:
             return self._draw_recent(n, rng, among)
         leaf, mass = self._tree.draw(n, rng, stratified=stratified)
         return self._located(leaf, self._probability(mass), rng)
 
-    def draw_leaves(self, n: int, rng: Counter) -> tuple[Array, _Drawn]:
+    def draw_leaves(self, n: int, rng: CounterRng) -> tuple[Array, _Drawn]:
         """Windows, and the addresses of the steps at which they start."""
         leaf, mass = self._tree.draw(n, rng)
         return leaf.cpu().numpy(), self._located(leaf, self._probability(mass), rng)
@@ -598,28 +600,28 @@ class _Tree:
     def _probability(self, mass: torch.Tensor) -> torch.Tensor:
         return mass.to(torch.float64) / self._tree.total.to(torch.float64)
 
-    def _located(self, leaf: torch.Tensor, probability: torch.Tensor, rng: Counter) -> _Drawn:
+    def _located(self, leaf: torch.Tensor, probability: torch.Tensor, rng: CounterRng) -> _Drawn:
         entry, position = self._table.steps(leaf.cpu().numpy())
         device = self._source.device
         entries, start = (torch.from_numpy(a).to(device) for a in (entry, position))
-        return _Drawn(self.kind.starts.with_n(Draw(entries, start), rng), probability)
+        return _Drawn(self.kind.starts.with_n(DrawnWindows(entries, start), rng), probability)
 
-    def _first_recent(self, among: Among) -> int:
+    def _first_recent(self, among: DrawScope) -> int:
         return first_recent(self.kind, among) if among.is_recent else 0
 
-    def _recent(self, among: Among) -> tuple[Array, Array]:
+    def _recent(self, among: DrawScope) -> tuple[Array, Array]:
         """Leaves and masses of recent windows; costs as much as there are."""
         starts, index = self.kind.starts, self._source.index
         number = torch.arange(self._first_recent(among), starts.total, device=index.device)
-        draw = starts.locate(number, Counter(0))
+        draw = starts.locate(number, CounterRng(0))
         entry, start = draw.entry.cpu().numpy(), draw.start.clamp(min=0).cpu().numpy()
         address = np.unique(self._table.addresses(entry, start))
         return address, self._tree.get(torch.from_numpy(address).to(index.device)).cpu().numpy()
 
-    def recent_mass(self, among: Among) -> float:
+    def recent_mass(self, among: DrawScope) -> float:
         return float(self._recent(among)[1].sum())
 
-    def _draw_recent(self, n: int, rng: Counter, among: Among) -> _Drawn:
+    def _draw_recent(self, n: int, rng: CounterRng, among: DrawScope) -> _Drawn:
         address, mass = self._recent(among)
         sums = np.cumsum(mass)
         if not len(sums) or not sums[-1]:
@@ -635,7 +637,7 @@ class _Tree:
         share = chosen.to(torch.float64) / float(sums[-1]) * is_recent
         return self._located(leaf, share * fraction + self._probability(chosen) * (1 - fraction), rng)
 
-    def uniform(self, n: int, rng: Counter, among: Among) -> _Drawn:
+    def uniform(self, n: int, rng: CounterRng, among: DrawScope) -> _Drawn:
         """Windows drawn whatever their priorities, with the probability that these would give them."""
         draw = self.kind.starts.draw(n, rng, self._first_recent(among))
         entry, start = draw.entry.cpu().numpy(), draw.start.cpu().numpy()
@@ -645,7 +647,7 @@ class _Tree:
             probability = probability * (self._tree.total.to(torch.float64) / float(self._recent(among)[1].sum()))
         return _Drawn(draw, probability)
 
-    def n_windows(self, among: Among) -> int:
+    def n_windows(self, among: DrawScope) -> int:
         """How many windows there are."""
         return self.kind.starts.total - self._first_recent(among)
 
@@ -666,7 +668,7 @@ class _Tree:
         mass_sum = max(float(self._tree.total), 1.0)
         for low in range(0, starts.total, _PIECE):
             number = torch.arange(low, min(low + _PIECE, starts.total), device=index.device)
-            draw = starts.locate(number, Counter(0))
+            draw = starts.locate(number, CounterRng(0))
             entry, start = draw.entry.cpu().numpy(), draw.start.clamp(min=0).cpu().numpy()
             where = torch.from_numpy(self._table.addresses(entry, start)).to(index.device)
             values = self._priorities.values[where].to(torch.float64)
@@ -738,19 +740,19 @@ class PrioritisedDraws:
     """Batches of prioritised windows, one after the other, from a generator of their own."""
 
     def __init__(
-        self, sampler: PrioritySampler, batch_size: int, windows: Windows, among: Among, rng: Counter
+        self, sampler: PrioritySampler, batch_size: int, windows: Windows, among: DrawScope, rng: CounterRng
     ) -> None:
         check_positive("batch_size", batch_size)
         self._sampler = sampler
         self._batch_size, self._windows, self._among = batch_size, windows, among
         self._rng = rng
 
-    def draw(self, batch_size: int | None = None) -> tuple[Kind, Draw] | None:
+    def draw(self, batch_size: int | None = None) -> tuple[WindowKind, DrawnWindows] | None:
         """The windows of the next batch, or some in place of others that are gone."""
         return self._sampler.draw(batch_size or self._batch_size, self._windows, self._among, self._rng)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> WindowKind:
         return self._sampler.kind(self._windows, self._among.where)
 
     def state_dict(self) -> dict[str, Any]:

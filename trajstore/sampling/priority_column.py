@@ -14,7 +14,7 @@ from trajstore.schema import Array
 COLUMN = "priority"
 
 
-class PriorityTable:
+class PriorityColumn:
     """A float32 for every step.
 
     Attributes:

@@ -10,18 +10,18 @@ import torch
 
 from trajstore.arguments import check_positive, parse_bytes
 from trajstore.errors import DataError, EpisodeNotFoundError
-from trajstore.sampling.batch_assembler import Assembler, Kind, Where
-from trajstore.sampling.batch_iterator import Batches
+from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
+from trajstore.sampling.batch_iterator import BatchIterator
 from trajstore.sampling.derived_columns import DerivedColumns
-from trajstore.sampling.draws import Among, Draws, EpochDraws, RandomDraws, StagedDraws
+from trajstore.sampling.draws import Draws, DrawScope, EpochDraws, RandomDraws, StagedDraws
 from trajstore.sampling.episode_index import handles_of
 from trajstore.sampling.hindsight import Hindsight, Relabeller
 from trajstore.sampling.outputs import Ring, flat_outputs, to_batch
 from trajstore.sampling.prioritised_draws import PrioritisedDraws, PrioritySampler
 from trajstore.sampling.priority_options import Priorities
-from trajstore.sampling.rng import Counter
+from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.step_table import StepTable
-from trajstore.sampling.window_starts import Draw
+from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Field, Schema
 from trajstore.store.snapshot import Snapshot
@@ -79,11 +79,11 @@ class Reader:
             host_bytes = _REMOTE_HOST_BYTES if snapshot.storage.is_remote else 0
         else:
             host_bytes = _host_bytes(host_cache_bytes)
-        self._rng = Counter(seed)
+        self._rng = CounterRng(seed)
         self._as_tensordict = as_tensordict
         budget = parse_bytes(cache_bytes, "cache_bytes")
         budgets = budget, host_bytes
-        self._source = Assembler(
+        self._source = BatchAssembler(
             snapshot, torch.device(device), *budgets, writer=writer, compiled=compiled, streams=streams
         )
         self._steps = StepTable(self._source.index)
@@ -149,7 +149,7 @@ class Reader:
             relabel: Give some windows goals that were achieved, and the rewards that go with them.
             out: A batch of an earlier call with the same arguments, to be overwritten, or a ring of them.
         """
-        among = Among(where, recent_steps, recent_episodes, recent_fraction)
+        among = DrawScope(where, recent_steps, recent_episodes, recent_fraction)
         draws = self._draws(batch_size, windows, among, self._rng, prioritised)
         with self._source.lock:
             self._source.publish()
@@ -158,7 +158,7 @@ class Reader:
             return self._batch(*drawn, out, self._relabeller(relabel, self._rng))
 
     def _draws(
-        self, batch_size: int, windows: Windows, among: Among, rng: Counter, prioritised: bool
+        self, batch_size: int, windows: Windows, among: DrawScope, rng: CounterRng, prioritised: bool
     ) -> RandomDraws | PrioritisedDraws:
         if self._priorities is not None and prioritised:
             return PrioritisedDraws(self._priorities, batch_size, windows, among, rng)
@@ -281,7 +281,7 @@ class Reader:
 
     def read_all_in_order(
         self, *, block_steps: int = 8192, fields: Iterable[str] | None = None, prefetch: int = 0
-    ) -> Batches:
+    ) -> BatchIterator:
         """An iterator over all steps there are now, episode after episode in order of arrival, a block at a time.
 
         Blocks are batches of single steps, without the axis of the window: the fields, ``index``, ``is_first``,
@@ -323,12 +323,12 @@ class Reader:
             kind, draw = self._knowing_all(lambda: self._drawn_at(windows, index))
             return self._batch(kind, draw, out, self._relabeller(relabel, self._rng))
 
-    def _drawn_at(self, windows: Windows, index: torch.Tensor) -> tuple[Kind, Draw]:
+    def _drawn_at(self, windows: Windows, index: torch.Tensor) -> tuple[WindowKind, DrawnWindows]:
         kind = self._source.kind(windows)
         draw = self._source.draw_at(kind, handles_of(index), None, is_strict=True)
         return kind, kind.starts.with_n(draw, self._rng)
 
-    def _relabeller(self, options: Hindsight | None, rng: Counter) -> Relabeller | None:
+    def _relabeller(self, options: Hindsight | None, rng: CounterRng) -> Relabeller | None:
         if options is None:
             return None
         last = self._last_relabeller  # tables that it has made serve the next batch as well
@@ -339,7 +339,7 @@ class Reader:
     def _batch(
         self,
         kind: Any,
-        draw: Draw,
+        draw: DrawnWindows,
         out: Mapping[str, Any] | Ring | None = None,
         relabeller: Relabeller | None = None,
     ) -> Any:
@@ -382,7 +382,7 @@ class Reader:
                 entry = self._source.draw_at(kind, handles_of(handles), None, is_strict=False).entry
             lengths = torch.from_numpy(self._source.index.lengths())[entry.cpu()]
             whole = self._source.new_kind(replace(base, length=int(lengths.max())), where)
-            return self._batch(whole, whole.starts.with_n(Draw(entry, torch.zeros_like(entry)), self._rng))
+            return self._batch(whole, whole.starts.with_n(DrawnWindows(entry, torch.zeros_like(entry)), self._rng))
 
     def batches(
         self,
@@ -398,13 +398,13 @@ class Reader:
         relabel: Hindsight | None = None,
         out: Ring | None = None,
         admit: Callable[[int], None] | None = None,
-    ) -> Batches:
+    ) -> BatchIterator:
         """An endless iterator over batches as `sample` gives them, with ``prefetch`` prepared in the background.
 
         It draws from a generator of its own, so that its sequence depends neither on ``prefetch`` nor on what else
         is sampled. ``admit`` is called with the size of every batch before it is given out, and may wait or raise.
         """
-        among = Among(where, recent_steps, recent_episodes, recent_fraction)
+        among = DrawScope(where, recent_steps, recent_episodes, recent_fraction)
         with self._source.lock:
             rng = self._rng.fork()
             draws = self._draws(batch_size, windows, among, rng, prioritised)
@@ -420,7 +420,7 @@ class Reader:
         prefetch: int = 0,
         where: Where | None = None,
         out: Ring | None = None,
-    ) -> Batches:
+    ) -> BatchIterator:
         """An iterator over every window once: those there are now, whatever is committed meanwhile.
 
         Args:
@@ -448,7 +448,7 @@ class Reader:
         prefetch: int = 0,
         where: Where | None = None,
         out: Ring | None = None,
-    ) -> Batches:
+    ) -> BatchIterator:
         """An endless iterator for stores far larger than the cache. **Not uniform at any one moment**.
 
         Windows come from the part of the store that is resident, and other parts rotate in in the background. Over
@@ -485,8 +485,8 @@ class Reader:
         ring: Ring | None,
         admit: Callable[[int], None] | None = None,
         relabeller: Relabeller | None = None,
-    ) -> Batches:
-        return Batches(
+    ) -> BatchIterator:
+        return BatchIterator(
             self._source,
             draws,
             prefetch=prefetch,
@@ -505,7 +505,7 @@ class Reader:
         with self._source.lock:
             kind = self._source.kind(windows)
             draw = self._source.draw_at(kind, handles_of(index), None, is_strict=True)
-            self._source.pin(kind, kind.starts.with_n(draw, Counter(0)))
+            self._source.pin(kind, kind.starts.with_n(draw, CounterRng(0)))
 
     def unpin(self) -> None:
         with self._source.lock:

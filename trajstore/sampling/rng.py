@@ -16,7 +16,7 @@ def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-class Counter:
+class CounterRng:
     """Random numbers that are a function of (seed, position) alone: splitmix64 of a running counter.
 
     The state is two integers. int64 arithmetic wraps alike on every device, so draws are bit-identical there.
@@ -60,10 +60,10 @@ class Counter:
             return scaled.clamp_(max=limit - 1)
         return torch.minimum(scaled, limit - 1)
 
-    def fork(self) -> Counter:
+    def fork(self) -> CounterRng:
         """A generator of its own, whose seed is drawn from this one."""
         start = self.take(1)
-        return Counter(_mix((self.mixed_seed + start * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)))
+        return CounterRng(_mix((self.mixed_seed + start * 0x9E3779B97F4A7C15) & ((1 << 64) - 1)))
 
     def state_dict(self) -> dict[str, Any]:
         return {"seed": self.seed, "counter": self.counter}

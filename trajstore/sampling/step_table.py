@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from trajstore.cache.growable_array import Growing
-from trajstore.format.spans import all_between, ranges
+from trajstore.cache.growable_array import GrowableArray
+from trajstore.format.spans import expand_counts, expand_ranges
 from trajstore.sampling.episode_index import LIVE, OPEN, EpisodeIndex
-from trajstore.sampling.episode_numbers import ByEpisode
+from trajstore.sampling.episode_numbers import EpisodeNumberMap
 from trajstore.schema import Array
 
 EVICTED, PAST_END, UNKNOWN = -1, -2, -3  # what stands for the address of a step that is not here; as in kernels
@@ -23,7 +23,7 @@ _MAX_LOG = 1024
 _CPU = torch.device("cpu")
 
 
-class Change(NamedTuple):
+class AddressChange(NamedTuple):
     """Steps that have another address now, or none any more."""
 
     old: Array
@@ -39,7 +39,7 @@ class _Places(NamedTuple):
 
 
 @dataclass(slots=True)
-class Column:
+class StepColumn:
     """Values by address, of steps that have one; others have zeros."""
 
     values: torch.Tensor
@@ -72,14 +72,18 @@ class StepTable:
         self._index = index
         self._device = index.device
         self.size = self.layout = self._room = 0
-        self.columns: dict[str, Column] = {}
+        self.columns: dict[str, StepColumn] = {}
         self._typical = 0.0  # length of episodes that ended lately
-        self._places: list[tuple[ByEpisode, ByEpisode, ByEpisode]] = []  # by stream number: home, limit, known
-        self._starts = Growing(np.int64, _CPU)  # of ranges, rising, and whose they are; moved ones are left behind
-        self._range_stream = Growing(np.int64, _CPU)
-        self._range_episode = Growing(np.int64, _CPU)
+        self._places: list[
+            tuple[EpisodeNumberMap, EpisodeNumberMap, EpisodeNumberMap]
+        ] = []  # by stream number: home, limit, known
+        self._starts = GrowableArray(
+            np.int64, _CPU
+        )  # of ranges, rising, and whose they are; moved ones are left behind
+        self._range_stream = GrowableArray(np.int64, _CPU)
+        self._range_episode = GrowableArray(np.int64, _CPU)
         self._seen = (-1, 0)  # generation of the index, and where episodes stopped that had ended
-        self._log: list[Change] = []
+        self._log: list[AddressChange] = []
         self._n_forgotten = 0  # changes that the log does not hold any more
 
     # ---- following the index
@@ -88,7 +92,8 @@ class StepTable:
         """Give addresses to steps that are new, and take those of evicted ones away; costs what is new and open."""
         index = self._index
         self._places += [
-            (ByEpisode(_HOMELESS), ByEpisode(), ByEpisode()) for _ in range(len(index.numbers) - len(self._places))
+            (EpisodeNumberMap(_HOMELESS), EpisodeNumberMap(), EpisodeNumberMap())
+            for _ in range(len(index.numbers) - len(self._places))
         ]
         self._clear_evicted(index.take_evictions())
         start = max(self._seen[1], index.first) if self._seen[0] == index.generation else index.first
@@ -179,14 +184,14 @@ class StepTable:
         shape: tuple[int, ...] = (),
         initial: Callable[[], Any] = lambda: 0,
         fill: Any = None,
-    ) -> Column:
+    ) -> StepColumn:
         """Keep one more value for every step; those that are there get ``fill``, or the initial one."""
         empty = torch.zeros((self._room, *shape), dtype=dtype, device=self._device)
-        column = self.columns[name] = Column(empty, initial, np.zeros(self._room, bool))
+        column = self.columns[name] = StepColumn(empty, initial, np.zeros(self._room, bool))
         index = self._index
         index.follows_evictions = True
         if self._seen[0] >= 0:
-            owner, position = ranges(index.lengths(index.first, index.n))
+            owner, position = expand_counts(index.lengths(index.first, index.n))
             address = self.addresses(index.first + owner, position)
             value = initial() if fill is None else fill
             column.values[self._on_device(address)] = torch.as_tensor(value, dtype=dtype, device=self._device)
@@ -195,7 +200,7 @@ class StepTable:
 
     def _move(self, old: Array, new: Array, start: Array, stop: Array) -> None:
         """Take what is kept of steps from one home to another."""
-        owner, t = all_between(start, stop)
+        owner, t = expand_ranges(start, stop)
         if len(t):
             source, target = old[owner] + t, new[owner] + t
             from_, to = self._on_device(source), self._on_device(target)
@@ -203,10 +208,10 @@ class StepTable:
                 column.values[to] = column.values[from_]
                 column.values[from_] = 0
                 column.dirty[target], column.dirty[source] = column.dirty[source], False
-            self._note(Change(source, target))
+            self._note(AddressChange(source, target))
 
     def _initialise(self, home: Array, start: Array, stop: Array) -> None:
-        owner, t = all_between(start, stop)
+        owner, t = expand_ranges(start, stop)
         address = home[owner] + t
         if not len(address):
             return
@@ -221,13 +226,13 @@ class StepTable:
             return
         home, _, known = self._get(evicted[:, 0], evicted[:, 1])
         stop = np.where(home == _HOMELESS, 0, np.minimum(evicted[:, 3], known))
-        owner, t = all_between(evicted[:, 2], stop)
+        owner, t = expand_ranges(evicted[:, 2], stop)
         self._clear(home[owner] + t)
 
     def _clear(self, address: Array) -> None:
         if len(address):
             self._blank(address)
-            self._note(Change(address, None))
+            self._note(AddressChange(address, None))
 
     def _blank(self, address: Array) -> None:
         where = self._on_device(address)
@@ -235,13 +240,13 @@ class StepTable:
             column.values[where] = 0
             column.dirty[address] = False
 
-    def _note(self, change: Change) -> None:
+    def _note(self, change: AddressChange) -> None:
         self._log.append(change)
         if len(self._log) > _MAX_LOG:
             self._n_forgotten += len(self._log) // 2
             self._log = self._log[len(self._log) // 2 :]
 
-    def changes_since(self, n: int) -> list[Change] | None:
+    def changes_since(self, n: int) -> list[AddressChange] | None:
         """What has moved or gone after the first ``n`` changes; None if that is not known any more."""
         return self._log[n - self._n_forgotten :] if n >= self._n_forgotten else None
 
@@ -274,7 +279,7 @@ class StepTable:
         places = _Places(*(a[order] for a in places))
         is_open = (index.flags.host[entry] & OPEN) != 0
         room = np.where(is_open, np.maximum(places.limit - base, n), n)
-        owner, k = ranges(n)
+        owner, k = expand_counts(n)
         old = (places.home + base)[owner] + k
         kept = [(c.values[self._on_device(old)], c.dirty[old]) for c in self.columns.values()]
         self._starts.rewrite(0, self._starts.host[:0])
@@ -374,7 +379,7 @@ class StepTable:
     def all_steps(self) -> Array:
         """Addresses of all steps in the index, in its order."""
         index = self._index
-        owner, position = ranges(index.lengths(index.first, index.n))
+        owner, position = expand_counts(index.lengths(index.first, index.n))
         return self.addresses(index.first + owner, position)
 
     @property
@@ -394,7 +399,7 @@ class StepTable:
         n = np.diff(np.append(logical, index.n_rows))[spans]
         owner = np.searchsorted(index.logical.host[: index.n + 1], logical[spans], side="right") - 1
         first = logical[spans] - index.logical.host[owner]
-        of_span, k = ranges(n)
+        of_span, k = expand_counts(n)
         entry, position = owner[of_span], first[of_span] + k
         is_step = position < index.lengths_of(entry)
         rows = (index.span_row.host[spans][of_span] + k)[is_step]

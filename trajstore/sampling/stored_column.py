@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.sampling.batch_assembler import Assembler
+from trajstore.sampling.batch_assembler import BatchAssembler
 from trajstore.sampling.step_table import StepTable
 from trajstore.schema import Array
 from trajstore.writing.writer import Writer
@@ -26,7 +26,7 @@ class StoredColumn:
 
     def __init__(
         self,
-        source: Assembler,
+        source: BatchAssembler,
         table: StepTable,
         name: str,
         check: Callable[[Mapping[str, Array]], None],

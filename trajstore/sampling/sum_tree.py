@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from trajstore.errors import DataError
-from trajstore.sampling.compiled.selection import kernels_for
-from trajstore.sampling.rng import Counter
+from trajstore.sampling.compiled.selection import compiled_loops
+from trajstore.sampling.rng import CounterRng
 from trajstore.schema import Array
 
 BITS = 4  # of the fan-out: a row of 16 children is two cache lines
@@ -63,7 +63,7 @@ class SumTree:
     def __init__(self, device: torch.device, *, compiled: bool = True, with_min: bool = False) -> None:
         self._device = device
         self._with_min = with_min
-        self._kernels = kernels_for(device, compiled, "sum_tree_loops")
+        self._kernels = compiled_loops(device, compiled, "sum_tree_loops")
         self._n = 0
         self._allocate(0)
         self._leaves = self._levels[0][:0]
@@ -255,7 +255,7 @@ class SumTree:
         self._kernels.find(sums, offsets, self._n, leaf, rest)
         return torch.from_numpy(leaf)
 
-    def draw(self, n: int, rng: Counter, *, stratified: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def draw(self, n: int, rng: CounterRng, *, stratified: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw ``n`` leaves with replacement, in proportion to their masses; uses ``n`` numbers of ``rng``.
 
         No leaf's probability is off by more than 2**-62.
@@ -285,7 +285,7 @@ class SumTree:
         self._kernels.draw(sums, offsets, self._n, *state, stratified, *out)
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
 
-    def _numbers(self, n: int, rng: Counter, stratified: bool) -> torch.Tensor:
+    def _numbers(self, n: int, rng: CounterRng, stratified: bool) -> torch.Tensor:
         """Numbers uniform in [0, total)."""
         bits, total = rng.bits(n, self._device), self._sums[0]
         if not stratified:

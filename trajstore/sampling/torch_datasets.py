@@ -14,12 +14,12 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from trajstore.arguments import parse_bytes
-from trajstore.sampling.batch_assembler import Assembler, Where
-from trajstore.sampling.batch_iterator import Batches
-from trajstore.sampling.draws import Among, Draws, EpochDraws, RandomDraws
+from trajstore.sampling.batch_assembler import BatchAssembler, Where
+from trajstore.sampling.batch_iterator import BatchIterator
+from trajstore.sampling.draws import Draws, DrawScope, EpochDraws, RandomDraws
 from trajstore.sampling.outputs import flat_outputs, to_batch
-from trajstore.sampling.rng import Counter
-from trajstore.sampling.window_starts import Draw
+from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows
 from trajstore.schema import nest
 from trajstore.store.snapshot import Snapshot
@@ -34,13 +34,13 @@ class _Opened:
     def __init__(self, store: Store | Snapshot, cache_bytes: int | str) -> None:
         self.snapshot = store.snapshot if isinstance(store, Store) else store
         self._budget = parse_bytes(cache_bytes, "cache_bytes")
-        self._source: Assembler | None = None
+        self._source: BatchAssembler | None = None
         self._pid = 0
 
     @property
-    def source(self) -> Assembler:
+    def source(self) -> BatchAssembler:
         if self._source is None or self._pid != os.getpid():
-            self._source, self._pid = Assembler(self.snapshot, _CPU, self._budget, self._budget), os.getpid()
+            self._source, self._pid = BatchAssembler(self.snapshot, _CPU, self._budget, self._budget), os.getpid()
         return self._source
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class BatchDataset(IterableDataset[Any]):
         self._opened = _Opened(store, cache_bytes)
         self._batch_size, self._windows = batch_size, windows
         self._epoch, self._shuffle, self._drop_last, self._where = epoch, shuffle, drop_last, where
-        self._rng = Counter(seed)
+        self._rng = CounterRng(seed)
         self._n_begun = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -91,11 +91,11 @@ class BatchDataset(IterableDataset[Any]):
         part, n_parts = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         draws = self._draws(part, n_parts)
         self._n_begun += 1
-        with Batches(self._opened.source, draws, as_tensordict=False) as batches:
+        with BatchIterator(self._opened.source, draws, as_tensordict=False) as batches:
             yield from batches
 
     def _draws(self, part: int, n_parts: int) -> Draws:
-        rng = Counter(self._rng.seed, self._n_begun << 32)
+        rng = CounterRng(self._rng.seed, self._n_begun << 32)
         if self._epoch:
             with self._opened.source.lock:
                 return EpochDraws(
@@ -110,7 +110,7 @@ class BatchDataset(IterableDataset[Any]):
                     n_parts=n_parts,
                 )
         rng.take(part)
-        return RandomDraws(self._opened.source, self._batch_size, self._windows, Among(self._where), rng.fork())
+        return RandomDraws(self._opened.source, self._batch_size, self._windows, DrawScope(self._where), rng.fork())
 
     def set_epoch(self, n: int) -> None:
         """Say which epoch begins next; needed where workers end with every epoch (no ``persistent_workers``)."""
@@ -149,6 +149,6 @@ class WindowDataset(Dataset[Any]):
         source = self._opened.source
         with source.lock:
             kind = source.kind(self._windows)
-            draw: Draw = kind.starts.locate(numbers, Counter(0))
+            draw: DrawnWindows = kind.starts.locate(numbers, CounterRng(0))
             batch: Mapping[str, Any] = to_batch(source.carry_out(kind, kind.plan(draw), {}), as_tensordict=False)
             return batch

@@ -9,16 +9,16 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from trajstore.cache.growable_array import Growing
-from trajstore.sampling.environment_chains import Chains
+from trajstore.cache.growable_array import GrowableArray
+from trajstore.sampling.environment_chains import EnvironmentChains
 from trajstore.sampling.episode_index import HAS_FINAL, EpisodeIndex
-from trajstore.sampling.rng import Counter
+from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.windows import Windows, starts_before, usable_steps
 from trajstore.schema import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class DrawnWindows:
     """Windows: the index entry of their episode and the position of their first learning step.
 
     ``n`` is the number of steps of each window's n-step return, where it is drawn from a range.
@@ -31,16 +31,16 @@ class Draw:
     weight: torch.Tensor | None = None  # that takes back the bias
 
 
-def joined(draws: Sequence[Draw]) -> Draw:
+def concat_drawn(draws: Sequence[DrawnWindows]) -> DrawnWindows:
     """The windows of several draws, as one."""
     if len(draws) == 1:
         return draws[0]
     n = [draw.n for draw in draws if draw.n is not None]
     entry, start = torch.cat([draw.entry for draw in draws]), torch.cat([draw.start for draw in draws])
-    return Draw(entry, start, torch.cat(n) if n else None)
+    return DrawnWindows(entry, start, torch.cat(n) if n else None)
 
 
-class Starts:
+class WindowStarts:
     """Running sums of what may be drawn, over the episodes of an index, for one kind of window.
 
     Follows the index as it grows: entries of episodes that ended are summed once, the open tail at every update.
@@ -59,11 +59,11 @@ class Starts:
         self._reward_with_observation = reward_with_observation
         self._mask = mask  # gives, by entry, which episodes may be drawn
         self._kernels = kernels
-        self._sums = Growing(np.int64, index.device)
+        self._sums = GrowableArray(np.int64, index.device)
         self.base = 0  # what the sums begin with: evictions take away from the front
         self._n_closed = self._n_heads = 0
         self._seen = (-1, -1)
-        self.chains: Chains | None = None
+        self.chains: EnvironmentChains | None = None
 
     def _usable(self, start: int, stop: int | None = None) -> Array:
         index = self._index
@@ -78,7 +78,7 @@ class Starts:
         if self._seen == (index.generation, index.version):
             return
         if self._spec.boundary == "cross":
-            self.chains = Chains(index)
+            self.chains = EnvironmentChains(index)
         is_same = self._seen[0] == index.generation and self._mask is None and self.chains is None
         start = self._n_closed if is_same else 0
         self._update_head(min(start, max(index.heads[self._n_heads :], default=0)))
@@ -185,7 +185,7 @@ class Starts:
     def _before(self, entry: int) -> int:
         return int(self._sums.host[entry - 1]) - self.base if entry else 0
 
-    def draw(self, n: int, rng: Counter, low: int = 0) -> Draw:
+    def draw(self, n: int, rng: CounterRng, low: int = 0) -> DrawnWindows:
         """Draw ``n`` with replacement from what lies at ``low`` and after."""
         if self._kernels is None or self._spec.weight != "window":
             number = rng.below(n, self.total - low, self._index.device)
@@ -197,7 +197,7 @@ class Starts:
         entries = torch.from_numpy(entry)
         return self._with_n(entries, self._start(entries, torch.from_numpy(offset)), rng)
 
-    def locate(self, number: torch.Tensor, rng: Counter) -> Draw:
+    def locate(self, number: torch.Tensor, rng: CounterRng) -> DrawnWindows:
         """The windows of given numbers; with weights other than ``window`` the start is drawn."""
         sums, spec = self._sums.device, self._spec
         number = number + self.base
@@ -220,13 +220,13 @@ class Starts:
             return spec.start(offset, self.usable(entry))
         return offset + spec.lead if spec.lead else offset
 
-    def _with_n(self, entry: torch.Tensor, start: torch.Tensor, rng: Counter) -> Draw:
+    def _with_n(self, entry: torch.Tensor, start: torch.Tensor, rng: CounterRng) -> DrawnWindows:
         low, high = self._spec.n_range
         if low == high:
-            return Draw(entry, start)
-        return Draw(entry, start, rng.below(len(entry), high - low + 1, self._index.device).add_(low))
+            return DrawnWindows(entry, start)
+        return DrawnWindows(entry, start, rng.below(len(entry), high - low + 1, self._index.device).add_(low))
 
-    def with_n(self, draw: Draw, rng: Counter) -> Draw:
+    def with_n(self, draw: DrawnWindows, rng: CounterRng) -> DrawnWindows:
         """The same windows, with the steps of their n-step returns drawn where that is asked for."""
         return self._with_n(draw.entry, draw.start, rng) if draw.n is None else draw
 

@@ -28,20 +28,20 @@ from trajstore.errors import (
     StorageError,
 )
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.checkpoint_record import Checkpoint, Cut, parse, to_bytes
+from trajstore.format.checkpoint_record import Checkpoint, StreamExtent, checkpoint_to_bytes, parse_checkpoint
 from trajstore.format.commit_record import check_count
 from trajstore.format.ids import is_stream_id, new_id
-from trajstore.format.zarr_json import GROUP, dump_json
+from trajstore.format.zarr_json import GROUP, to_json_bytes
 from trajstore.schema import check_name
 from trajstore.storage import ABSENT, Put, Storage
 from trajstore.store import state_codec as states
-from trajstore.store.state_codec import StateArray
+from trajstore.store.state_codec import StoredArray
 
 __all__ = [
     "LATEST",
     "PENDING_S",
     "Checkpoint",
-    "Cut",
+    "StreamExtent",
     "find",
     "lineage",
     "list_checkpoints",
@@ -79,7 +79,7 @@ def new_checkpoint(
     *,
     parent: str | None = None,
     world: str | None = None,
-    streams: Mapping[str, Cut],
+    streams: Mapping[str, StreamExtent],
     n_ranks: int | None = None,
 ) -> Checkpoint:
     """A checkpoint to `save`, of this moment."""
@@ -126,8 +126,10 @@ def save_part(
         ConflictError: There is a complete checkpoint of this id.
     """
     saving = _Saving.of(storage, replace(whole, n_ranks=None), state, place_of(whole.id, rank))
-    pin = to_bytes(replace(whole, streams={}, is_complete=False, pinned_at=time.time()), {"arrays": 0}, None)
-    groups = {_key(whole.id): pin, f"{place_of(whole.id)}/ranks/zarr.json": dump_json(GROUP)}
+    pin = checkpoint_to_bytes(
+        replace(whole, streams={}, is_complete=False, pinned_at=time.time()), {"arrays": 0}, None
+    )
+    groups = {_key(whole.id): pin, f"{place_of(whole.id)}/ranks/zarr.json": to_json_bytes(GROUP)}
     storage.map(lambda key: storage.put_once(key, groups[key]), list(groups))
     saving.save(check)
 
@@ -150,8 +152,8 @@ def publish(storage: Storage, whole: Checkpoint) -> Checkpoint:
             f"{storage.display}: checkpoint '{whole.id}' was removed, or saved by others; save it again"
         )
     try:
-        data = to_bytes(whole, {"arrays": 0}, None)
-        whole, _, _ = parse(data, whole.id, storage.display)
+        data = checkpoint_to_bytes(whole, {"arrays": 0}, None)
+        whole, _, _ = parse_checkpoint(data, whole.id, storage.display)
     except (TypeError, ValueError) as error:
         raise DataError(f"the checkpoint can't be stored: {error}") from error
     storage.put(_key(whole.id), data)
@@ -165,7 +167,7 @@ class _Saving:
     storage: Storage
     checkpoint: Checkpoint
     place: str
-    arrays: Mapping[str, StateArray]
+    arrays: Mapping[str, StoredArray]
     pin: bytes
     whole: bytes
 
@@ -179,16 +181,16 @@ class _Saving:
         if len(text) <= _MAX_TREE_BYTES:
             about["tree"] = tree
         else:
-            named[_TREE] = StateArray.of(np.frombuffer(text, np.uint8), "uint8")
+            named[_TREE] = StoredArray.of(np.frombuffer(text, np.uint8), "uint8")
         checkpoint = replace(checkpoint, is_complete=True, pinned_at=None)
         pin = replace(checkpoint, is_complete=False, pinned_at=time.time())
         try:
-            whole = to_bytes(checkpoint, about, _nodes(named))
-            checkpoint, _, nodes = parse(whole, checkpoint.id, storage.display)
+            whole = checkpoint_to_bytes(checkpoint, about, _nodes(named))
+            checkpoint, _, nodes = parse_checkpoint(whole, checkpoint.id, storage.display)
         except (TypeError, ValueError) as error:
             raise DataError(f"the checkpoint can't be stored: {error}") from error
         # Nodes that a walker finds must be in the consolidated metadata, so they are there from the beginning.
-        return _Saving(storage, checkpoint, place, named, to_bytes(pin, {"arrays": 0}, nodes), whole)
+        return _Saving(storage, checkpoint, place, named, checkpoint_to_bytes(pin, {"arrays": 0}, nodes), whole)
 
     def save(self, check: Callable[[], None] | None) -> Checkpoint:
         try:
@@ -252,21 +254,23 @@ class _Saving:
         if not self.arrays:
             return
         prefix = f"{self.place}/state"
-        self.storage.put(f"{prefix}/zarr.json", dump_json(GROUP))
-        nodes = {f"{prefix}/{name}/zarr.json": dump_json(array.metadata()) for name, array in self.arrays.items()}
+        self.storage.put(f"{prefix}/zarr.json", to_json_bytes(GROUP))
+        nodes = {
+            f"{prefix}/{name}/zarr.json": to_json_bytes(array.metadata()) for name, array in self.arrays.items()
+        }
         self.storage.put_many([Put(key, lambda data=data: data) for key, data in nodes.items()])  # type: ignore[misc]
         self.storage.put_many(
             [put for name, array in self.arrays.items() for put in array.puts(f"{prefix}/{name}")]
         )
 
     def _is_complete(self, found: bytes) -> bool:
-        return parse(found, self.checkpoint.id, self.storage.display)[0].is_complete
+        return parse_checkpoint(found, self.checkpoint.id, self.storage.display)[0].is_complete
 
     def _name(self) -> str:
         return f"{self.storage.display}: checkpoint '{self.checkpoint.id}'"
 
 
-def _nodes(arrays: Mapping[str, StateArray]) -> dict[str, Any]:
+def _nodes(arrays: Mapping[str, StoredArray]) -> dict[str, Any]:
     nodes = {f"state/{name}": array.metadata() for name, array in arrays.items()}
     return {"state": GROUP, **nodes} if nodes else {}
 
@@ -310,13 +314,13 @@ def _marked(storage: Storage, checkpoint_id: str, data: bytes) -> bytes:
     """The record of a checkpoint that is being removed: incomplete, old, and of no streams."""
     n_ranks: int | None = None
     try:
-        known, _, nodes = parse(data, checkpoint_id, storage.display)
+        known, _, nodes = parse_checkpoint(data, checkpoint_id, storage.display)
         n_ranks = known.n_ranks
     except FormatError:
         nodes = {}  # damaged; to remove it is what one would do
     name = checkpoint_id.rpartition("-")[0]
     marked = Checkpoint(checkpoint_id, name, time.time(), pinned_at=0.0, n_ranks=n_ranks)
-    return to_bytes(marked, {"arrays": 0}, nodes if n_ranks is None else None)
+    return checkpoint_to_bytes(marked, {"arrays": 0}, nodes if n_ranks is None else None)
 
 
 def remove_incomplete(storage: Storage, *, pending_s: float = PENDING_S) -> list[str]:
@@ -416,7 +420,7 @@ def _begun_parts(storage: Storage, checkpoint: Checkpoint) -> list[Checkpoint]:
 def _parts_there(storage: Storage, checkpoint_id: str) -> list[Checkpoint]:
     names = [name for name in storage.list_names(f"{place_of(checkpoint_id)}/ranks") if name.isdecimal()]
     found = storage.map(lambda name: _get(storage, f"{place_of(checkpoint_id, int(name))}/zarr.json"), names)
-    return [parse(data, checkpoint_id, storage.display)[0] for data in found if data is not None]
+    return [parse_checkpoint(data, checkpoint_id, storage.display)[0] for data in found if data is not None]
 
 
 def read_state(
@@ -436,7 +440,7 @@ def read_state(
     """
     place = place_of(checkpoint.id, rank if checkpoint.n_ranks is not None else None)
     data, what = _get(storage, f"{place}/zarr.json"), f"{storage.display}/{place}"
-    if data is not None and parse(data, checkpoint.id, storage.display)[0].is_complete:
+    if data is not None and parse_checkpoint(data, checkpoint.id, storage.display)[0].is_complete:
         try:
             return _decoded_state(storage, checkpoint.id, place, data, keys)
         except FormatError as error:
@@ -461,7 +465,7 @@ def stored_objects(storage: Storage, checkpoint: Checkpoint) -> tuple[bytes, Ite
         CheckpointNotFoundError: It was removed meanwhile.
     """
     data = _get(storage, _key(checkpoint.id))
-    if data is not None and parse(data, checkpoint.id, storage.display)[0].is_complete:
+    if data is not None and parse_checkpoint(data, checkpoint.id, storage.display)[0].is_complete:
         return data, itertools.chain.from_iterable(
             _part_objects(storage, checkpoint, rank) for rank in parts_of(checkpoint)
         )
@@ -474,7 +478,7 @@ def _part_objects(storage: Storage, checkpoint: Checkpoint, rank: int | None) ->
     if rank is not None:
         yield f"{place_of(checkpoint.id)}/ranks/zarr.json"
         yield f"{place}/zarr.json"
-    nodes = parse(data, checkpoint.id, storage.display)[2]
+    nodes = parse_checkpoint(data, checkpoint.id, storage.display)[2]
     yield from (f"{place}/{name}" for path, node in nodes.items() for name in _object_names(path, node))
 
 
@@ -488,7 +492,7 @@ def _object_names(path: str, node: Any) -> Iterator[str]:
 def _decoded_state(
     storage: Storage, checkpoint_id: str, place: str, data: bytes, keys: Iterable[str] | None
 ) -> Any:
-    _, about, nodes = parse(data, checkpoint_id, storage.display)
+    _, about, nodes = parse_checkpoint(data, checkpoint_id, storage.display)
     try:
         n_arrays, tree = check_count(about["arrays"], "arrays"), () if "tree" in about else (_TREE,)
         names = itertools.chain(map(str, range(n_arrays)), tree)  # of which the first that is not there is the end
@@ -526,7 +530,7 @@ def _get(storage: Storage, key: str) -> bytes | None:
 
 def _read(storage: Storage, checkpoint_id: str) -> Checkpoint | None:
     data = _get(storage, _key(checkpoint_id))
-    return None if data is None else parse(data, checkpoint_id, storage.display)[0]
+    return None if data is None else parse_checkpoint(data, checkpoint_id, storage.display)[0]
 
 
 def _read_all(storage: Storage) -> list[Checkpoint]:

@@ -14,9 +14,9 @@ from trajstore.errors import (
     StoreExistsError,
 )
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_rows
+from trajstore.format.first_live_rows import first_live_rows
 from trajstore.format.ids import is_stream_id
-from trajstore.format.zarr_json import dump_json
+from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import Schema
 from trajstore.storage import Put, Storage, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints, stored_objects
@@ -105,7 +105,7 @@ def _clear(target: Storage) -> None:
 def _put_records(target: Storage, records: Mapping[str, CommitRecord]) -> None:
     for record in records.values():
         prefix = f"streams/{record.id}"
-        nodes = {f"{prefix}/{path}/zarr.json": dump_json(node) for path, node in record.nodes().items()}
+        nodes = {f"{prefix}/{path}/zarr.json": to_json_bytes(node) for path, node in record.nodes().items()}
         target.put_many([Put(key, lambda data=data: data) for key, data in nodes.items()])  # type: ignore[misc]
         target.put(record.key, record.to_bytes())
 
@@ -291,7 +291,7 @@ class _Live(_Copying):
 
 def _wanted(records: Mapping[str, CommitRecord], checkpoints: Sequence[Checkpoint]) -> dict[str, int]:
     """By stream, the first row that anybody wants."""
-    wanted = first_rows(list(records.values()))
+    wanted = first_live_rows(list(records.values()))
     for checkpoint in checkpoints:
         for stream, cut in checkpoint.streams.items():
             if stream in wanted:

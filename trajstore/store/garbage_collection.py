@@ -12,7 +12,7 @@ from typing import Any
 from trajstore.errors import ClosedError, SnapshotExpiredError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_rows, newest_world
+from trajstore.format.first_live_rows import first_live_rows, newest_world
 from trajstore.format.ids import check_stream_ids
 from trajstore.storage import Storage
 from trajstore.writing.stream_appender import remove_stream
@@ -30,7 +30,7 @@ _RETRY_S = 1.0  # at least so long after a failure
 _CHUNK_NAME = re.compile(r"c\.(0|[1-9][0-9]{0,17})(\.0)*\Z")
 
 
-class Sweeper:
+class GarbageCollector:
     """Deletes chunks that no session of the newest world and no checkpoint wants any more.
 
     Marks are published first, in the writer's record. After a grace time, in which readers may finish what they
@@ -168,11 +168,11 @@ class Sweeper:
             self._is_due = False
         self.publish()
         # Marks that others have published since have not had their grace time, so they wait for another sweep.
-        aged = first_rows(self._records()) if self._grace_s > 0 else None
+        aged = first_live_rows(self._records()) if self._grace_s > 0 else None
         if self._closing.wait(self._grace_s) if self._grace_s > 0 else self._closing.is_set():
             raise ClosedError("the sweeper was closed before it could delete anything")
         records = sorted(self._records(), key=lambda record: (record.created_at, record.id))
-        marks = first_rows(records)
+        marks = first_live_rows(records)
         if aged is not None:
             marks = {stream: min(row, aged.get(stream, 0)) for stream, row in marks.items()}
         # Checkpoints last: one that is put after this reads the marks again, and finds those that count here.
@@ -255,7 +255,7 @@ def check_pins(wanted: Mapping[str, int], records: Sequence[CommitRecord]) -> No
         SnapshotExpiredError: A mark has passed one of these rows, or the stream is gone. What is below the mark may
             be deleted at any time, so the checkpoint must be withdrawn.
     """
-    marks = first_rows(records)
+    marks = first_live_rows(records)
     for stream, row in wanted.items():
         if stream not in marks:
             raise SnapshotExpiredError(f"stream '{stream}' was removed; take the checkpoint again")

@@ -10,16 +10,16 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
-from trajstore.format.checkpoint_record import Cut
+from trajstore.format.checkpoint_record import StreamExtent
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.episode_table import EpisodeTable
-from trajstore.format.first_live_rows import first_rows
+from trajstore.format.first_live_rows import first_live_rows
 from trajstore.format.handles import EpisodeKey
 from trajstore.format.ids import is_stream_id
-from trajstore.format.spans import Spans, StreamSpans, span_columns
+from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
-from trajstore.store.stream_reader import MissingChunkError, StreamReader, join_spans
+from trajstore.store.stream_reader import MissingChunkError, StreamReader, concat_spans
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Cuts(Protocol):
     def id(self) -> str: ...
 
     @property
-    def streams(self) -> Mapping[str, Cut]: ...
+    def streams(self) -> Mapping[str, StreamExtent]: ...
 
 
 class _Stream:
@@ -49,7 +49,7 @@ class _Stream:
     def spans(self) -> Spans:
         if self._known is None:
             return self.reader.read_spans()
-        return join_spans([self._known, self.reader.read_spans(len(self._known))])
+        return concat_spans([self._known, self.reader.read_spans(len(self._known))])
 
     def advanced(self, record: CommitRecord) -> _Stream:
         known = self.__dict__.get("spans", self._known)
@@ -157,14 +157,14 @@ class Snapshot:
         snapshot._pins = self._pins
         return snapshot
 
-    def cuts(self) -> dict[str, Cut]:
+    def cuts(self) -> dict[str, StreamExtent]:
         """What this view shows of every stream, for a checkpoint; streams of which no row is left are left out."""
         records = self.streams
-        marks, discarded = first_rows(records), _discarded(records)
-        cuts: dict[str, Cut] = {}
+        marks, discarded = first_live_rows(records), _discarded(records)
+        cuts: dict[str, StreamExtent] = {}
         for r in records:
             episodes = tuple(sorted(discarded.get(r.shown_as, ())))
-            cut = Cut(min(marks[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
+            cut = StreamExtent(min(marks[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
             if cut.first < cut.stop:
                 cuts[r.id] = replace(cut, record=cut.of(r)) if r.is_sealed else cut
         return cuts
@@ -229,11 +229,11 @@ class Snapshot:
         replaced = (s.record.replaces.stream for s in self._streams.values() if s.record.replaces)
         return {name: i for i, name in enumerate(dict.fromkeys((*self._streams, *replaced)))}
 
-    def parts(self) -> list[StreamSpans]:
+    def parts(self) -> list[VisibleSpans]:
         """The spans of every stream, as this view shows them; stream numbers are positions in `names`."""
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
-        marks, discarded = first_rows(records), _discarded(records)
+        marks, discarded = first_live_rows(records), _discarded(records)
         dead = {s for r in records for s in r.view.dead}
         hidden: dict[str, tuple[tuple[int, int], ...]] = {}
         for r in records:
@@ -244,7 +244,7 @@ class Snapshot:
         for name, stream in self._streams.items():
             record = stream.record
             logical = record.shown_as
-            part = StreamSpans(
+            part = VisibleSpans(
                 stream=position[logical],
                 source=position[name],
                 spans=self._checked(stream.reader, 0, lambda stream=stream: stream.spans),  # type: ignore[misc]
@@ -372,7 +372,7 @@ class Snapshot:
         if self._is_pinned(missing.stream):
             return CorruptionError(str(missing))
         fresh = Snapshot.load(self._storage, self._schema)
-        first = first_rows(fresh.streams).get(missing.stream, 0)
+        first = first_live_rows(fresh.streams).get(missing.stream, 0)
         if missing.stream not in fresh._streams or first > row:
             return SnapshotExpiredError(
                 f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"

@@ -32,21 +32,21 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
-class StateArray:
+class StoredArray:
     """One array of a state, as it is stored: along rows, or flat where its rows are wide."""
 
     values: Array
     layout: ArrayLayout
 
     @staticmethod
-    def of(array: Array, dtype: str) -> StateArray:
+    def of(array: Array, dtype: str) -> StoredArray:
         """Take an array of at least one element; ``dtype`` is ``bfloat16`` where it holds its bits."""
         if array.ndim == 0 or array[0].nbytes > _CHUNK_BYTES or array.ndim > _MAX_AXES:
             array = array.reshape(-1)
         row = Field(dtype, array.shape[1:])
         most = _CHUNK_BYTES // row.row_bytes
         n_rows = 1 << min(most.bit_length() - 1, (len(array) - 1).bit_length())
-        return StateArray(array, ArrayLayout.of(Field(dtype, array.shape[1:], chunk_rows=n_rows)))
+        return StoredArray(array, ArrayLayout.of(Field(dtype, array.shape[1:], chunk_rows=n_rows)))
 
     def metadata(self) -> dict[str, Any]:
         return self.layout.metadata(len(self.values))
@@ -72,7 +72,7 @@ class StateArray:
 # ---- to JSON and arrays ----------------------------------------------------------------------------------
 
 
-def encode(tree: Any) -> tuple[Any, list[StateArray]]:
+def encode(tree: Any) -> tuple[Any, list[StoredArray]]:
     """The tree as what `json` can dump, and the arrays that it names by number.
 
     Mappings with text as keys (they come back as dicts), lists, tuples, numbers, text, bools, None, arrays and
@@ -99,7 +99,7 @@ def dump(encoded: Any) -> bytes:
 
 class _Encoder:
     def __init__(self) -> None:
-        self.arrays: list[StateArray] = []
+        self.arrays: list[StoredArray] = []
         self._by_type: dict[type, Callable[[Any, tuple[str, ...], int], Any]] = {
             type(None): lambda value, *_: value,
             bool: lambda value, *_: value,
@@ -146,7 +146,7 @@ class _Encoder:
         if array.nbytes <= _MAX_INLINE_BYTES:
             little = array.astype(array.dtype.newbyteorder("<"), copy=False)
             return {"$bytes": little.tobytes().hex(), **known}
-        self.arrays.append(StateArray.of(array, dtype))
+        self.arrays.append(StoredArray.of(array, dtype))
         return {"$array": len(self.arrays) - 1, **known}
 
 

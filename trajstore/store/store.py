@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import ClosedError, FormatError, SchemaError, StoreExistsError, StoreNotFoundError
-from trajstore.format.commit_record import CommitRecord, layouts_of
+from trajstore.format.commit_record import CommitRecord, stream_layouts
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
 from trajstore.format.ids import new_id
@@ -17,10 +17,10 @@ from trajstore.format.zarr_json import (
     FORMAT,
     GROUP,
     check_checksum,
-    dump_json,
     group_bytes,
-    load_json,
-    own_attributes,
+    parse_json,
+    to_json_bytes,
+    trajstore_attributes,
     with_checksum,
 )
 from trajstore.schema import Schema, check_name
@@ -168,7 +168,7 @@ class Store:
 
     def _settle_schema(self, schema: Schema) -> None:
         """Make this the store's schema if it has none; refuse one that differs from what it has."""
-        layouts_of(schema)  # refuses codecs and chunk sizes that no writer could use
+        stream_layouts(schema)  # refuses codecs and chunk sizes that no writer could use
         if self._storage.put_once(_SCHEMA, _schema_bytes(schema)):
             return
         settled = read_schema(self._storage)
@@ -253,7 +253,7 @@ def _make_root(storage: Storage) -> bool:
 def put_root(storage: Storage) -> bool:
     """Put the groups that every store has and then, which makes it one, the root; False if there is one already."""
     for key in (_STREAMS, _CHECKPOINTS):
-        storage.put_once(key, dump_json(GROUP))
+        storage.put_once(key, to_json_bytes(GROUP))
     return storage.put_once(_ROOT, _root_bytes())
 
 
@@ -273,7 +273,7 @@ def check_root(storage: Storage) -> str:
         data = storage.get(_ROOT)
     except FileNotFoundError:
         raise StoreNotFoundError(f"{storage.display}: there is no store here") from None
-    return str(own_attributes(load_json(data, storage.display), "store", storage.display).get("id"))
+    return str(trajstore_attributes(parse_json(data, storage.display), "store", storage.display).get("id"))
 
 
 def read_schema(storage: Storage) -> Schema | None:
@@ -283,7 +283,7 @@ def read_schema(storage: Storage) -> Schema | None:
     except FileNotFoundError:
         return None
     what = f"{storage.display}/schema"
-    own = own_attributes(load_json(data, what), "schema", what)
+    own = trajstore_attributes(parse_json(data, what), "schema", what)
     check_checksum(data, what)
     try:
         return Schema.from_json(own.get("schema"))

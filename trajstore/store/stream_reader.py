@@ -167,7 +167,7 @@ def _copy_chunk(layout: ArrayLayout, index: int, chunk: Array, out: Array, start
     out[first - start : stop - start] = chunk[first - low : stop - low]
 
 
-def join_spans(blocks: Sequence[Spans]) -> Spans:
+def concat_spans(blocks: Sequence[Spans]) -> Spans:
     if len(blocks) == 1:
         return blocks[0]
     return Spans(np.concatenate([b.ints for b in blocks]), np.concatenate([b.floats for b in blocks]))

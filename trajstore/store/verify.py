@@ -27,12 +27,12 @@ from trajstore.errors import (
     StoreNotFoundError,
 )
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.checkpoint_record import Checkpoint, parse
-from trajstore.format.commit_record import ColumnState, CommitRecord
-from trajstore.format.first_live_rows import first_rows
+from trajstore.format.checkpoint_record import Checkpoint, parse_checkpoint
+from trajstore.format.commit_record import CommitRecord, DerivedColumnState
+from trajstore.format.first_live_rows import first_live_rows
 from trajstore.format.ids import is_stream_id
 from trajstore.format.spans import MAX_ENV, End
-from trajstore.format.zarr_json import FORMAT, check_checksum, load_json, own_attributes
+from trajstore.format.zarr_json import FORMAT, check_checksum, parse_json, trajstore_attributes
 from trajstore.schema import MAX_METADATA_BYTES, Array, Schema
 from trajstore.storage import Storage, open_storage
 from trajstore.store.checkpoints import find, parts_of, place_of, read_state
@@ -57,7 +57,7 @@ _CHUNK = re.compile(r"c\.(0|[1-9]\d{0,17})(\.0)*")
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class VerifyProblem:
     """Something that a reader relies on is not as it must be."""
 
     where: str
@@ -68,7 +68,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class VerifyNote:
     """Something left over, or in progress, that does no harm."""
 
     where: str
@@ -79,7 +79,7 @@ class Note:
 
 
 @dataclass(slots=True)
-class Report:
+class VerifyReport:
     """What `verify` found.
 
     Attributes:
@@ -90,8 +90,8 @@ class Report:
     """
 
     url: str
-    problems: list[Problem] = field(default_factory=list)
-    notes: list[Note] = field(default_factory=list)
+    problems: list[VerifyProblem] = field(default_factory=list)
+    notes: list[VerifyNote] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COUNTED, 0))
 
     @property
@@ -106,7 +106,7 @@ def verify(
     progress: Progress | None = None,
     at: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> Report:
+) -> VerifyReport:
     """Look at every object that a reader relies on, and report all problems.
 
     Memory is bounded by a wave of chunks and the span table of one stream.
@@ -185,7 +185,7 @@ class _Part:
 
 class _Verification:
     def __init__(self, storage: Storage, fast: bool, progress: Progress | None) -> None:
-        self.report = Report(storage.display)
+        self.report = VerifyReport(storage.display)
         self._storage = storage
         self._fast = fast
         self._progress = progress
@@ -225,10 +225,10 @@ class _Verification:
                 part.spans = None  # the next stream needs the memory
 
     def _problem(self, where: str, what: str) -> None:
-        self.report.problems.append(Problem(where, what))
+        self.report.problems.append(VerifyProblem(where, what))
 
     def _note(self, where: str, what: str) -> None:
-        self.report.notes.append(Note(where, what))
+        self.report.notes.append(VerifyNote(where, what))
 
     def _some(self, items: Sequence[tuple[str, str]], rest: str) -> None:
         """Report many problems of one kind: the first by name, the others by number."""
@@ -242,7 +242,7 @@ class _Verification:
     def _check_root(self) -> None:
         display, names = self._storage.display, self._storage.list_names("")
         try:
-            own = own_attributes(load_json(self._storage.get("zarr.json"), display), "store", display)
+            own = trajstore_attributes(parse_json(self._storage.get("zarr.json"), display), "store", display)
         except FileNotFoundError:
             if not self._has_streams():
                 raise StoreNotFoundError(f"{display}: there is no store here") from None
@@ -272,7 +272,7 @@ class _Verification:
     def _check_node(self, key: str, where: str, fault: Callable[[dict[str, Any]], str | None]) -> None:
         """Look at one ``zarr.json``; ``fault`` says what is wrong with its content."""
         try:
-            what = fault(load_json(self._storage.get(key), where))
+            what = fault(parse_json(self._storage.get(key), where))
         except FileNotFoundError:
             what = "missing"
         except FormatError as error:
@@ -284,7 +284,7 @@ class _Verification:
         where = "schema/zarr.json"
         try:
             data = self._storage.get(where)
-            own = own_attributes(load_json(data, where), "schema", where)
+            own = trajstore_attributes(parse_json(data, where), "schema", where)
             check_checksum(data, where)
             return Schema.from_json(own.get("schema"))
         except FileNotFoundError:
@@ -346,7 +346,7 @@ class _Verification:
 
     def _wanted_rows(self, records: Sequence[CommitRecord]) -> dict[str, int]:
         """The first row of each stream that is live, or that a checkpoint keeps."""
-        wanted = first_rows(records)
+        wanted = first_live_rows(records)
         for checkpoint in self._checkpoints:
             for stream, kept in checkpoint.streams.items():
                 wanted[stream] = min(kept.first, wanted.get(stream, kept.first))
@@ -375,7 +375,9 @@ class _Verification:
     def _read_checkpoint(self, name: str) -> Checkpoint | str:
         """A checkpoint, or what is wrong with it."""
         try:
-            return parse(self._storage.get(f"checkpoints/{name}/zarr.json"), name, self._storage.display)[0]
+            return parse_checkpoint(
+                self._storage.get(f"checkpoints/{name}/zarr.json"), name, self._storage.display
+            )[0]
         except FileNotFoundError:
             return "its record is missing, so it can't be read"
         except FormatError as error:
@@ -406,7 +408,9 @@ class _Verification:
         key, where = place_of(checkpoint.id, rank), f"checkpoint '{checkpoint.id}'"
         where += "" if rank is None else f", part of rank {rank}"
         try:
-            _, _, nodes = parse(self._storage.get(f"{key}/zarr.json"), checkpoint.id, self._storage.display)
+            _, _, nodes = parse_checkpoint(
+                self._storage.get(f"{key}/zarr.json"), checkpoint.id, self._storage.display
+            )
             faults = self._state_faults(key, where, nodes)
             if not faults and not self._fast and _state_bytes(nodes) <= _STATE_BYTES:
                 read_state(self._storage, checkpoint, rank)
@@ -420,13 +424,13 @@ class _Verification:
         else:
             self.report.problems += faults
 
-    def _state_faults(self, key: str, where: str, nodes: Mapping[str, Any]) -> list[Problem]:
+    def _state_faults(self, key: str, where: str, nodes: Mapping[str, Any]) -> list[VerifyProblem]:
         """What is wrong with the arrays of a checkpoint."""
         faults = []
         for path, node in nodes.items():
             name = f"{where}, {node.get('node_type')} '{path}'"
             if fault := self._copy_fault(f"{key}/{path}/zarr.json", node):
-                faults.append(Problem(f"{name}, zarr.json", fault))
+                faults.append(VerifyProblem(f"{name}, zarr.json", fault))
             if node.get("node_type") == "array":
                 layout, length = ArrayLayout.from_metadata(node, path)
                 array = _Array(name, f"{key}/{path}", layout, length, 0, self._chunk_of(f"{key}/{path}", layout))
@@ -441,7 +445,7 @@ class _Verification:
         """What is wrong with a node that is to say the same as the record does."""
         try:
             return (
-                None if load_json(self._storage.get(key), key) == expected else "differs from what the record says"
+                None if parse_json(self._storage.get(key), key) == expected else "differs from what the record says"
             )
         except FileNotFoundError:
             return "missing"
@@ -483,7 +487,7 @@ class _Verification:
         except (FileNotFoundError, FormatError):
             self._problem(f"{part.name}, commit record", "vanished, or was damaged, while it was looked at")
             return
-        nodes = load_json(data, part.name)["consolidated_metadata"]["metadata"]
+        nodes = parse_json(data, part.name)["consolidated_metadata"]["metadata"]
         paths = list(record.nodes())
 
         def look(path: str) -> tuple[str, bool] | None:
@@ -500,7 +504,7 @@ class _Verification:
     def _node_fault(self, record: CommitRecord, path: str, expected: Any) -> tuple[str, bool] | None:
         """What is wrong with a node, and whether it matters."""
         try:
-            own = load_json(self._storage.get(f"streams/{record.id}/{path}/zarr.json"), path)
+            own = parse_json(self._storage.get(f"streams/{record.id}/{path}/zarr.json"), path)
         except FileNotFoundError:
             below = (p for p in record.layouts if p == path or p.startswith(f"{path}/"))
             is_new = record.commit == 0 or path.startswith("columns")
@@ -684,7 +688,7 @@ class _Verification:
                     faults.append((f"{part.name}, {_span_name(ints, i)}", fault))
         self._some(faults, part.name)
 
-    def _check_column(self, part: _Part, target: str, name: str, state: ColumnState) -> None:
+    def _check_column(self, part: _Part, target: str, name: str, state: DerivedColumnState) -> None:
         where = f"{part.name}, column '{name}' of stream '{target}'"
         values, delta_rows, delta_values = state.paths(target, name)
         bounds, priorities = _Bounds(), _Priorities()
@@ -701,7 +705,7 @@ class _Verification:
         if priorities.n_bad:
             self._problem(where, f"{priorities.n_bad} priorities are negative or not finite")
 
-    def _check_column_rows(self, where: str, target: str, low: int, high: int, state: ColumnState) -> None:
+    def _check_column_rows(self, where: str, target: str, low: int, high: int, state: DerivedColumnState) -> None:
         if low < state.first:
             self._problem(where, f"has changes from row {low} on, but its first row is {state.first}")
         if high > self._records[target].rows and high > self._newest(target).rows:
@@ -880,12 +884,12 @@ def _waves(array: _Array) -> Iterator[range]:
     return (array.chunks[i : i + n] for i in range(0, len(array.chunks), n))
 
 
-def _chunk_problems(array: _Array, faults: Mapping[int, str]) -> list[Problem]:
+def _chunk_problems(array: _Array, faults: Mapping[int, str]) -> list[VerifyProblem]:
     problems = []
     for first, last, what in _runs(faults):
         chunks = f"chunk {first}" if first == last else f"chunks {first} to {last}"
         rows = f"rows {array.rows(first)[0]} to {array.rows(last)[1]}"
-        problems.append(Problem(f"{array.name}, {chunks} ({rows})", what))
+        problems.append(VerifyProblem(f"{array.name}, {chunks} ({rows})", what))
     return problems
 
 

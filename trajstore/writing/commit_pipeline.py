@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from trajstore.errors import DataError
-from trajstore.format.commit_record import CommitRecord, View
+from trajstore.format.commit_record import CommitRecord, SessionView
 from trajstore.schema import Array, Schema
-from trajstore.writing.commit_thread import Committer
+from trajstore.writing.commit_thread import CommitThread
 from trajstore.writing.staging import Placement, Staging, empty_batch, place, staged_rows, steps_of
-from trajstore.writing.stream_appender import Batch, ColumnChange, StreamAppender
+from trajstore.writing.stream_appender import CommitBatch, DerivedColumnChange, StreamAppender
 
 _log = logging.getLogger(__name__)
 
@@ -28,15 +28,15 @@ class _Job:
 
     schema: Schema | None = None  # None: there is nothing to commit
     staging: Staging | None = None  # None: no steps
-    columns: list[ColumnChange] = field(default_factory=list)
+    columns: list[DerivedColumnChange] = field(default_factory=list)
     first_row: int = 0
-    view: View = field(default_factory=View)
+    view: SessionView = field(default_factory=SessionView)
     told: Told | None = None
-    batch: Batch | None = None
+    batch: CommitBatch | None = None
     is_committed: bool = False
 
 
-class Follower(Protocol):
+class AppendListener(Protocol):
     """Who wants to know what becomes of appended rows."""
 
     def handed_off(self, staging: Staging) -> None:
@@ -52,7 +52,7 @@ class Follower(Protocol):
         """What is staged was given up; nothing comes after."""
 
 
-class Pipeline:
+class CommitPipeline:
     """Holds at most two stagings: one being filled, one on its way to disk.
 
     Every method but `wait` is called with the writer's lock held; the background thread takes it only if it
@@ -80,13 +80,13 @@ class Pipeline:
         make_appender: Callable[[Schema], StreamAppender],
         lock: threading.RLock,
         commit_s: float | None,
-        view: View,
+        view: SessionView,
     ) -> None:
         self.first_row = 0
         self.view = view
         self.appender: StreamAppender | None = None
         self.staging: Staging | None = None  # the one being filled
-        self.follower: Follower | None = None
+        self.follower: AppendListener | None = None
         self.observer: Observer | None = None
         self._buffer_bytes = buffer_bytes
         self._schema = schema
@@ -96,12 +96,12 @@ class Pipeline:
         self._placement = Placement()  # touched by the background thread alone
         self._free: list[Staging] = []  # filled by the background thread
         self._n_stagings = 0
-        self._columns: list[ColumnChange] = []  # values of derived columns for the next commit
+        self._columns: list[DerivedColumnChange] = []  # values of derived columns for the next commit
         self._is_view_new = False  # no job has it yet
         self._told_failures: deque[BaseException] = deque()  # of those who were told, not yet raised to anybody
         self.is_ticking = False  # the background thread may have the lock, for a moment
         self.is_overdue = False  # a commit by time found the writer busy; the next append makes up for it
-        self._committer: Committer[_Job] = Committer(self._run, self._hand_off_by_time, commit_s)
+        self._committer: CommitThread[_Job] = CommitThread(self._run, self._hand_off_by_time, commit_s)
         self._committer.start()
 
     def raise_pending(self) -> None:
@@ -180,7 +180,7 @@ class Pipeline:
         job.first_row, job.view, self._is_view_new = self.first_row, self.view, False
         self._committer.submit(job)
 
-    def set_view(self, first_row: int, view: View) -> None:
+    def set_view(self, first_row: int, view: SessionView) -> None:
         """Let records say this from the next commit on."""
         self._is_view_new = self._is_view_new or (first_row, view) != (self.first_row, self.view)
         self.first_row, self.view = first_row, view
@@ -193,7 +193,7 @@ class Pipeline:
             self._submit(_Job(self.appender.record.schema))
         return self._committer.n_submitted
 
-    def put_column(self, change: ColumnChange) -> None:
+    def put_column(self, change: DerivedColumnChange) -> None:
         """Commit values of a derived column together with what is staged; one change of a column at a time."""
         if any((c.target, c.name) == (change.target, change.name) for c in self._columns):
             self.hand_off()
@@ -268,7 +268,7 @@ class Pipeline:
             job.batch.columns, job.batch.first_row, job.batch.view = job.columns, job.first_row, job.view
         self.appender.commit(job.batch)
 
-    def _show(self, observer: Observer, batch: Batch, schema: Schema) -> None:
+    def _show(self, observer: Observer, batch: CommitBatch, schema: Schema) -> None:
         try:
             observer(schema, steps_of(batch, schema))
         except Exception as failure:

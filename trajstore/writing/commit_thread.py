@@ -14,7 +14,7 @@ Job = TypeVar("Job")
 _log = logging.getLogger(__name__)
 
 
-class Committer(Generic[Job]):
+class CommitThread(Generic[Job]):
     """Runs jobs one after the other. A job that fails stays first in line until it succeeds.
 
     A failure is logged at once and raised to the first caller who asks, unless another try has overcome it by then.

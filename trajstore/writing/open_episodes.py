@@ -16,14 +16,14 @@ Flags = Any  # bool for one environment, boolean array or tensor for several
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RolloutPositions:
     """Where the steps of a ``[T, B]`` block belong."""
 
     episode: Array
     t: Array
 
 
-class Lanes:
+class OpenEpisodes:
     """The open episode of every environment; environments are numbers from 0.
 
     Attributes:
@@ -101,16 +101,16 @@ class Lanes:
         self.placed[env] = 0
         return ids
 
-    def step(self, env: Array) -> Block:
+    def step(self, env: Array) -> RolloutPositions:
         """Advance each of these environments by one step, starting episodes where none is open."""
         idle = self.episode[env] < 0
         if idle.any():
             self.start(env[idle])
-        block = Block(self.episode[env], self.t[env])
+        block = RolloutPositions(self.episode[env], self.t[env])
         self.t[env] += 1
         return block
 
-    def block(self, env: Array, ends: Array) -> Block:
+    def block(self, env: Array, ends: Array) -> RolloutPositions:
         """Advance by a ``[T, B]`` block; ``ends`` is nonzero where an episode ends with that step.
 
         Every step that follows an end starts an episode; numbers are given in order of time.
@@ -129,7 +129,7 @@ class Lanes:
         self.placed[env] = np.where(is_new[-1], 0, self.placed[env])
         self.episode[env] = np.where(ends[-1] > 0, -1, episode[-1])
         self.t[env] = t[-1] + 1
-        return Block(episode, t)
+        return RolloutPositions(episode, t)
 
 
 def check_ends(terminated: Flags, truncated: Flags, shape: tuple[int, ...]) -> Array:

@@ -14,7 +14,7 @@ import numpy as np
 
 from trajstore.format.spans import End, EpisodeValues, float_columns, int_columns
 from trajstore.schema import Array, Schema
-from trajstore.writing.stream_appender import Batch, Rows
+from trajstore.writing.stream_appender import CommitBatch, NewRows
 
 _FIRST_ENDS = 64
 ROW_OVERHEAD_BYTES = 48  # episode, env and dropped of each row, and what placing it takes for a moment
@@ -157,7 +157,7 @@ class Placement:
             self.return_ = np.append(self.return_, np.zeros(missing))
 
 
-def place(staging: Staging, placement: Placement, schema: Schema) -> Batch:
+def place(staging: Staging, placement: Placement, schema: Schema) -> CommitBatch:
     """Give every staged row its place: one span an episode, episodes in order of their start.
 
     Changes ``placement``; call it once for a staging, in order.
@@ -169,7 +169,7 @@ def place(staging: Staging, placement: Placement, schema: Schema) -> Batch:
     env = (staging.env if order is None else staging.env[order])[first]
     ids, env, count = _with_rowless_ends(staging, ids, env, count)
     placement.cover(int(env.max()) + 1 if len(env) else 0)
-    rows = {path: Rows(column[: staging.n], order) for path, column in staging.columns.items()}
+    rows = {path: NewRows(column[: staging.n], order) for path, column in staging.columns.items()}
     row_start = placement.row + np.cumsum(count) - count
     continued = placement.episode[env] == ids
     ints = np.zeros((len(ids), len(int_columns(schema))), np.int64)
@@ -183,16 +183,16 @@ def place(staging: Staging, placement: Placement, schema: Schema) -> Batch:
     floats[:, 1] = now
     text = _apply_ends(staging, schema, ints, floats, placement.text_stop)
     _advance(placement, ints, floats)
-    return Batch(rows, ints, floats, text, now)
+    return CommitBatch(rows, ints, floats, text, now)
 
 
-def empty_batch(schema: Schema) -> Batch:
+def empty_batch(schema: Schema) -> CommitBatch:
     """A batch without rows, for commits of nothing but columns."""
     ints = np.zeros((0, len(int_columns(schema))), np.int64)
-    return Batch({}, ints, np.zeros((0, len(float_columns(schema)))), b"", time.time())
+    return CommitBatch({}, ints, np.zeros((0, len(float_columns(schema)))), b"", time.time())
 
 
-def steps_of(batch: Batch, schema: Schema) -> dict[str, Array]:
+def steps_of(batch: CommitBatch, schema: Schema) -> dict[str, Array]:
     """The values that a batch adds, by field: final rows count for fields that have a final value."""
     spans, start = batch.span_ints, int(batch.span_ints[0, 3]) if len(batch.span_ints) else 0
     finals = spans[spans[:, 6] > 0, 4] - 1 - start
@@ -241,7 +241,7 @@ def _with_rowless_ends(staging: Staging, ids: Array, env: Array, count: Array) -
     return ids[order], env[order], count[order]
 
 
-def _rewards(rows: dict[str, Rows], schema: Schema, t_start: Array, count: Array) -> Array:
+def _rewards(rows: dict[str, NewRows], schema: Schema, t_start: Array, count: Array) -> Array:
     """Sum of rewards of each span; NaN where the schema has no scalar reward."""
     spec = schema.fields.get(schema.reward) if schema.reward else None
     if spec is None or np.prod(spec.shape) != 1 or spec.dtype in ("bool", "bfloat16"):

@@ -10,8 +10,8 @@ import numpy as np
 
 from trajstore.errors import ConflictError, FormatError
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.commit_record import Columns, ColumnState, CommitRecord, View
-from trajstore.format.zarr_json import dump_json
+from trajstore.format.commit_record import CommitRecord, DerivedColumnState, DerivedColumnStates, SessionView
+from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import Array, Schema
 from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage
 
@@ -19,7 +19,7 @@ _WAVE_CHUNKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class NewRows:
     """New rows of one array: ``source`` as it is, or its rows in another order."""
 
     source: Array
@@ -50,7 +50,7 @@ class _Column:
         self._tail_bytes = 0
         self._put_bytes: dict[int, int] = {}  # size of each object of the last wave, by chunk
 
-    def puts(self, new: Rows, expect: str) -> list[Put]:
+    def puts(self, new: NewRows, expect: str) -> list[Put]:
         """The chunk objects that change when ``new`` is appended. Asking again gives the same bytes.
 
         ``expect`` is for chunks that begin with new rows.
@@ -70,7 +70,7 @@ class _Column:
 
         return replace(put, make=make)
 
-    def _put(self, index: int, new: Rows, stop: int, expect: str) -> Put:
+    def _put(self, index: int, new: NewRows, stop: int, expect: str) -> Put:
         size = self._layout.chunk_rows
         low, high = max(self.rows, index * size), min(stop, (index + 1) * size)
         source = (low - self.rows, high - self.rows)
@@ -88,7 +88,7 @@ class _Column:
         self._next_tail = self._layout.empty_chunk()
         return Put(key, self._filled(self._next_tail, 0, new, source), expect)
 
-    def _filled(self, block: Array, at: int, new: Rows, source: tuple[int, int]) -> Callable[[], bytes]:
+    def _filled(self, block: Array, at: int, new: NewRows, source: tuple[int, int]) -> Callable[[], bytes]:
         def make() -> bytes:
             # Rows past the committed ones may be overwritten any number of times: a retry writes the same.
             new.take(*source, block[at : at + source[1] - source[0]])
@@ -111,17 +111,17 @@ class _Column:
 
 
 @dataclass(slots=True)
-class Batch:
+class CommitBatch:
     """What one commit adds to a stream. Made once; committing it again writes the same bytes."""
 
-    rows: Mapping[str, Rows]  # by field path
+    rows: Mapping[str, NewRows]  # by field path
     span_ints: Array
     span_floats: Array
     text: bytes
     committed_at: float
-    columns: Sequence[ColumnChange] = ()
+    columns: Sequence[DerivedColumnChange] = ()
     first_row: int | None = None  # of the stream itself; None: as before
-    view: View | None = None  # what is decided about others; None: as before
+    view: SessionView | None = None  # what is decided about others; None: as before
 
     @property
     def n_rows(self) -> int:
@@ -129,7 +129,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class ColumnChange:
+class DerivedColumnChange:
     """Values of a derived column: a new generation from row ``first`` on, or changes of single rows."""
 
     target: str
@@ -156,15 +156,15 @@ class StreamAppender:
         self._settle_schema = settle_schema
         self._record_version = ABSENT
         self._is_born = False
-        self._tried: Batch | None = None  # the batch of the last commit, failed or not
-        self._settled: dict[str, dict[str, ColumnState]] = {}  # derived columns after it
+        self._tried: CommitBatch | None = None  # the batch of the last commit, failed or not
+        self._settled: dict[str, dict[str, DerivedColumnState]] = {}  # derived columns after it
         self._with_nodes: set[str] = set()  # columns whose nodes were put
         self._are_announced = False
         self._columns = {
             path: _Column(path, f"streams/{record.id}/{path}", layout) for path, layout in record.layouts.items()
         }
 
-    def commit(self, batch: Batch) -> None:
+    def commit(self, batch: CommitBatch) -> None:
         """Write the batch's chunks, then publish them all at once by replacing the commit record."""
         self._be_born()
         if self._tried is not batch:  # a second try goes on with the arrays of the first
@@ -204,7 +204,7 @@ class StreamAppender:
             grown = self._columns[path].advance(len(rows), versions)
             self.n_bytes += 0 if path.startswith("columns/") else grown
 
-    def _settle_columns(self, batch: Batch) -> dict[str, dict[str, ColumnState]]:
+    def _settle_columns(self, batch: CommitBatch) -> dict[str, dict[str, DerivedColumnState]]:
         """The state of all derived columns after a batch; arrays of a new generation begin anew."""
         columns = {target: dict(named) for target, named in self.record.columns.items()}
         for change in batch.columns:
@@ -221,7 +221,7 @@ class StreamAppender:
                 self._columns[path] = _Column(path, f"streams/{self.record.id}/{path}", layouts[path])
         return columns
 
-    def _announce_columns(self, batch: Batch) -> None:
+    def _announce_columns(self, batch: CommitBatch) -> None:
         """Publish columns that are new, empty, then the nodes of their arrays: none is there without its record."""
         columns = {target: dict(named) for target, named in self.record.columns.items()}
         for change in batch.columns:
@@ -229,7 +229,7 @@ class StreamAppender:
             dtype, shape = str(change.values.dtype), change.values.shape[1:]
             if old is None or (change.rows is None and (old.dtype, old.shape) != (dtype, shape)):
                 generation = old.generation + 1 if old else 0
-                columns[change.target][change.name] = ColumnState(generation, dtype, shape, 0, 0, 0)
+                columns[change.target][change.name] = DerivedColumnState(generation, dtype, shape, 0, 0, 0)
         if columns != self.record.columns:
             self._publish(replace(self.record, columns=columns, layouts=self._layouts(columns)))
         # By kind as well: what is put again with another dtype has other nodes.
@@ -240,7 +240,7 @@ class StreamAppender:
             self._storage.put_many(self._column_nodes())
             self._with_nodes |= new
 
-    def _layouts(self, columns: Columns) -> dict[str, ArrayLayout]:
+    def _layouts(self, columns: DerivedColumnStates) -> dict[str, ArrayLayout]:
         layouts = {path: layout for path, layout in self.record.layouts.items() if not path.startswith("columns/")}
         for target, named in columns.items():
             for name, state in named.items():
@@ -250,7 +250,7 @@ class StreamAppender:
     def _column_nodes(self) -> list[Put]:
         """Metadata of the arrays of columns, for whoever opens them by their own path."""
         return [
-            Put(f"streams/{self.record.id}/{path}/zarr.json", lambda node=node: dump_json(node))  # type: ignore[misc]
+            Put(f"streams/{self.record.id}/{path}/zarr.json", lambda node=node: to_json_bytes(node))  # type: ignore[misc]
             for path, node in self.record.nodes().items()
             if path.split("/")[0] == "columns"
         ]
@@ -281,7 +281,7 @@ class StreamAppender:
         def put(path: str, data: bytes) -> Put:
             return Put(f"{prefix}/{path}/zarr.json", lambda: data)
 
-        self._storage.put_many([put(path, dump_json(node)) for path, node in self.record.nodes().items()])
+        self._storage.put_many([put(path, to_json_bytes(node)) for path, node in self.record.nodes().items()])
 
     def _publish(self, record: CommitRecord) -> None:
         self._check_presence(is_certain=False)
@@ -324,22 +324,22 @@ class StreamAppender:
                 " writer dead; open another writer"
             ) from None
 
-    def _new_rows(self, batch: Batch) -> dict[str, Rows]:
+    def _new_rows(self, batch: CommitBatch) -> dict[str, NewRows]:
         new = {f"steps/{path}": rows for path, rows in batch.rows.items()}
-        new["spans/ints"] = Rows(batch.span_ints)
-        new["spans/floats"] = Rows(batch.span_floats)
-        new["spans/text"] = Rows(np.frombuffer(batch.text, np.uint8))
+        new["spans/ints"] = NewRows(batch.span_ints)
+        new["spans/floats"] = NewRows(batch.span_floats)
+        new["spans/text"] = NewRows(np.frombuffer(batch.text, np.uint8))
         for change in batch.columns:
             state = self._settled[change.target][change.name]
             values, delta_rows, delta_values = state.paths(change.target, change.name)
             if change.rows is None:
-                new[values] = Rows(change.values)
+                new[values] = NewRows(change.values)
             else:
-                new |= {delta_rows: Rows(change.rows), delta_values: Rows(change.values)}
+                new |= {delta_rows: NewRows(change.rows), delta_values: NewRows(change.values)}
         return {path: rows for path, rows in new.items() if len(rows)}
 
 
-def new_record(
+def empty_record(
     stream_id: str,
     name: str,
     schema: Schema,
@@ -350,7 +350,7 @@ def new_record(
     world_size: int | None = None,
     world: str | None = None,
     checkpoint: str | None = None,
-    view: View | None = None,
+    view: SessionView | None = None,
 ) -> CommitRecord:
     """The record of a stream that holds nothing yet."""
     return CommitRecord(
@@ -364,7 +364,7 @@ def new_record(
         world_size=world_size,
         world=world,
         checkpoint=checkpoint,
-        view=view or View(),
+        view=view or SessionView(),
     )
 
 

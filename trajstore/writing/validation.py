@@ -12,7 +12,7 @@ from trajstore.schema import Array, Schema, as_array, check_paths, checked, flat
 Step = Mapping[str, Any]
 
 
-class Intake:
+class StepValidator:
     """Turns nested values into checked arrays by field path. Changes nothing but its own schema.
 
     In a store without a declared schema, the first data defines it. Which fields have a final value is read off

@@ -16,18 +16,18 @@ import numpy as np
 from trajstore.arguments import parse_bytes
 from trajstore.errors import ClosedError, DataError, StepPlacedError, TrajstoreError
 from trajstore.format.array_layout import MAX_ROWS
-from trajstore.format.commit_record import CommitRecord, View, check_count, check_mark, layouts_of
+from trajstore.format.commit_record import CommitRecord, SessionView, check_count, check_mark, stream_layouts
 from trajstore.format.handles import EpisodeKey, Handle, Handles
 from trajstore.format.ids import is_column_name, is_stream_id, new_id
 from trajstore.format.spans import End, EpisodeValues, check_metadata
 from trajstore.schema import Array, Field, Schema
 from trajstore.storage import Storage
-from trajstore.writing.commit_pipeline import Follower, Observer, Pipeline
-from trajstore.writing.open_episodes import Flags, Lanes, check_ends, end_of
+from trajstore.writing.commit_pipeline import AppendListener, CommitPipeline, Observer
+from trajstore.writing.open_episodes import Flags, OpenEpisodes, check_ends, end_of
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.staging import EndEvent, Staging
-from trajstore.writing.stream_appender import ColumnChange, StreamAppender, new_record
-from trajstore.writing.validation import Intake, Step, leading_shape
+from trajstore.writing.stream_appender import DerivedColumnChange, StreamAppender, empty_record
+from trajstore.writing.validation import Step, StepValidator, leading_shape
 
 _log = logging.getLogger(__name__)
 
@@ -70,18 +70,18 @@ class Writer:
         self._is_ending = (
             False  # close or discard was called, or an interrupt tore a change; nothing is taken any more
         )
-        self._intake = Intake(schema)
-        self._lanes = Lanes()
+        self._intake = StepValidator(schema)
+        self._lanes = OpenEpisodes()
         self._counts = dict.fromkeys(("steps", "dropped_steps", "aborted_episodes", "cut_episodes"), 0)
         self._put_columns: dict[tuple[str, str], tuple[int, Field]] = {}  # first row and kind of what was put
-        self._pipeline = Pipeline(
+        self._pipeline = CommitPipeline(
             parse_bytes(options.buffer_bytes, "buffer_bytes"),
             lambda: self._intake.schema,
             self._settle,
             self._make_appender,
             self._lock,
             options.commit_seconds,
-            View(dead=tuple(dict.fromkeys(options.dead))),
+            SessionView(dead=tuple(dict.fromkeys(options.dead))),
         )
 
     @property
@@ -274,7 +274,7 @@ class Writer:
                 self._pipeline.follower.amended(episode, int(step), rows)
             return Handle(self.stream, episode, step)
 
-    def follow(self, follower: Follower) -> None:
+    def follow(self, follower: AppendListener) -> None:
         """Tell somebody what becomes of appended rows, from now on; nothing was appended before."""
         with self._call():
             if self._pipeline.follower is not None or self._counts["steps"]:
@@ -456,7 +456,7 @@ class Writer:
                 self._check_change(name, target, kind, rows, values)
             else:
                 self._put_columns[target, name] = first, kind
-            self._pipeline.put_column(ColumnChange(target, name, values, first, rows))
+            self._pipeline.put_column(DerivedColumnChange(target, name, values, first, rows))
 
     def _check_change(self, name: str, target: str, kind: Field, rows: Array, values: Array) -> None:
         if (target, name) not in self._put_columns:
@@ -712,11 +712,11 @@ class Writer:
 
     def _make_appender(self, schema: Schema) -> StreamAppender:
         options = self._options
-        record = new_record(
+        record = empty_record(
             self.stream,
             self._name,
             schema,
-            layouts_of(schema, options.commit_steps),
+            stream_layouts(schema, options.commit_steps),
             self._created_at,
             rank=options.rank,
             world_size=options.world_size,

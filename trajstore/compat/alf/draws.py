@@ -14,7 +14,7 @@ from trajstore.compat.alf.prioritised import PrioritisedDraws
 from trajstore.compat.alf.rows import NO_STARTS, Rows, Starts
 from trajstore.errors import NotReadyError
 from trajstore.replay.buffer import ReplayBuffer
-from trajstore.sampling.rng import Counter
+from trajstore.sampling.rng import CounterRng
 from trajstore.schema import Array
 
 _CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ class Draws:
         return starts.at(_spread(n, starts.total, numbers))
 
 
-def _spread(n: int, total: int, numbers: Counter) -> Array:
+def _spread(n: int, total: int, numbers: CounterRng) -> Array:
     """One number of each of n parts of [0, total), rising, all as likely; each equally often if there are too few.
 
     Parts are of whole numbers, so not all are of one size; where they begin is random, or else the numbers of

@@ -7,17 +7,17 @@ import torch
 
 from trajstore.compat.alf.rows import Rows
 from trajstore.replay.buffer import ReplayBuffer
-from trajstore.sampling.priority_column import PriorityTable
-from trajstore.sampling.rng import Counter
+from trajstore.sampling.priority_column import PriorityColumn
+from trajstore.sampling.rng import CounterRng
 from trajstore.schema import Array, Field
 
 
-def random_numbers(buffer: ReplayBuffer) -> Counter:
+def random_numbers(buffer: ReplayBuffer) -> CounterRng:
     """The numbers that the buffer draws by; checkpoints keep how far they were used."""
     return buffer.reader._rng
 
 
-def priority_table(buffer: ReplayBuffer) -> PriorityTable:
+def priority_table(buffer: ReplayBuffer) -> PriorityColumn:
     """The priorities of all steps, which checkpoints keep and redistribution takes along."""
     return buffer.reader._sampler.table
 

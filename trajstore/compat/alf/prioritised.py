@@ -10,7 +10,7 @@ import torch
 from trajstore.compat.alf.inside import priorities_of, priority_table, random_numbers
 from trajstore.compat.alf.rows import Rows
 from trajstore.errors import NotReadyError
-from trajstore.format.spans import all_between
+from trajstore.format.spans import expand_ranges
 from trajstore.replay.buffer import ReplayBuffer
 from trajstore.sampling.sum_tree import SumTree
 from trajstore.schema import Array
@@ -94,7 +94,7 @@ class PrioritisedDraws:
             return
         first = rows.first[changed]
         starts = np.maximum(first, tree.seen[changed] - tree.length + 1), np.maximum(first, tree.low[changed])
-        owner, position = all_between(np.concatenate(starts), np.append(rows.stop[changed], low[changed]))
+        owner, position = expand_ranges(np.concatenate(starts), np.append(rows.stop[changed], low[changed]))
         tree.seen[changed], tree.low[changed] = rows.stop[changed], low[changed]
         self._put(tree, np.tile(changed, 2)[owner], position)
 

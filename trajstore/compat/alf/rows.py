@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trajstore.format.spans import all_between
+from trajstore.format.spans import expand_ranges
 from trajstore.sampling.episode_index import GONE
 from trajstore.schema import Array
 
@@ -77,7 +77,7 @@ class Parts:
 
     def joints(self, n: int, length: int) -> tuple[Array, Array]:
         """Where steps of later parts belong in ``n`` windows, and where they are: places in ``[parts, length]``."""
-        owner, step = all_between(self.start[n:], self.stop[n:])
+        owner, step = expand_ranges(self.start[n:], self.stop[n:])
         from_ = (n + owner) * length + step - self.start[n:][owner]
         return self.window[n:][owner] * length + step, from_
 

@@ -19,7 +19,7 @@ from trajstore.replay.buffer import ReplayBuffer as Buffer
 from trajstore.sampling.priority_options import Priorities
 from trajstore.sampling.windows import Boundary, Windows
 from trajstore.schema import flatten, nest
-from trajstore.writing.validation import Intake
+from trajstore.writing.validation import StepValidator
 
 _BOUNDARIES: dict[str, Boundary] = {"pad": "pad_right", "stop": "short", "include_reset": "cross"}
 _MASKS = {"valid": "validity_mask", "learn": "learning_mask"}
@@ -139,7 +139,7 @@ class ReplayBuffer:
     def _check_block(self, steps: dict[str, Any], finals: dict[str, Any], block: Block) -> None:
         """Refuse what the memory would refuse, before anything that it could not undo is done."""
         ends = block.terminated | block.truncated
-        intake, lead = Intake(self.memory.schema), tuple(ends.T.shape)
+        intake, lead = StepValidator(self.memory.schema), tuple(ends.T.shape)
         intake.steps(steps, lead, finals or None)
         intake.finals(finals or None, lead)
         n_rows = ends.numel() + (int(ends.sum()) if finals else 0)

@@ -15,12 +15,12 @@ from trajstore.compat.torchrl.past import Past
 from trajstore.compat.torchrl.slots import SET, Slots
 from trajstore.errors import DataError
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_rows
+from trajstore.format.first_live_rows import first_live_rows
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, flatten, nest
 from trajstore.store import checkpoints
-from trajstore.store.garbage_collection import Sweeper
+from trajstore.store.garbage_collection import GarbageCollector
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store
 
@@ -83,11 +83,11 @@ class Log:
         dead = [record.id for record in snapshot.streams if not record.is_sealed]
         self._writer = store.writer(f"session-{past.session}", world=uuid.uuid4().hex, dead=dead, **options)
         # Of all records only those of the newest session count, so it says again what is gone.
-        marks = first_rows(snapshot.streams)
+        marks = first_live_rows(snapshot.streams)
         self._writer.set_view(first_rows={stream: row for stream, row in marks.items() if row})
         self._streams = [*past.streams, self._writer.stream]
         self._starts = np.cumsum([0, *past.streams.values()])
-        self._sweeper = Sweeper(
+        self._sweeper = GarbageCollector(
             self._storage, self._writer, grace_s=grace_s, pins=self._pins, records=self._records
         )
         # Made before anything is appended, so that it shows what is not committed yet.

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 
-def kernels_for(device: torch.device, compiled: bool, module: str = "batch_loops") -> ModuleType | None:
+def compiled_loops(device: torch.device, compiled: bool, module: str = "batch_loops") -> ModuleType | None:
     """Compiled loops, or None where tensor operations do the work: on other devices, or without numba."""
     if not compiled or device.type != "cpu":
         return None
