@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.digests import reading
+from tests.digests import live, others, reading, several
 from tests.digests.digest import Digest, differences, digest
 from tests.digests.stores import Case, Places
 
-CASES: dict[str, Case] = {**reading.CASES}
+CASES: dict[str, Case] = {**reading.CASES, **live.CASES, **several.CASES, **others.CASES}
 FIXTURE = Path(__file__).parent / "digests" / "batches.json"
 REGENERATE = "if that is meant, run: python -m tests.test_digests --write"
 
