@@ -17,7 +17,7 @@ import torch
 Batch = Any  # a nested mapping of tensors, or a TensorDict
 Digest = dict[str, Any]
 
-COMPUTED = ("n_step/return", "n_step/discount", "priority/", "importance_weights", "computed/")
+COMPUTED = ("/n_step/return", "/n_step/discount", "/priority/", "/importance_weights")
 RTOL, ATOL = 1e-5, 1e-7
 _N_FIRST = 4
 
@@ -53,7 +53,7 @@ def digest(batches: Iterable[Batch]) -> Digest:
 
 
 def _entry(path: str, values: Sequence[torch.Tensor]) -> Any:
-    is_computed = path.startswith(COMPUTED) and values[0].is_floating_point()
+    is_computed = any(name in f"/{path}" for name in COMPUTED) and values[0].is_floating_point()
     return _numbers(values) if is_computed else f"{_shapes(values)} {_hash(values)}"
 
 

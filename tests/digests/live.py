@@ -94,7 +94,7 @@ def _runs(script: Script, options: dict[str, Any], make: Callable[[], dict[str, 
 
 
 def living(script: Script, make: Callable[[], dict[str, Any]] = dict, **options: Any) -> Case:
-    """A case that appends and samples, with commits at different moments; ``make`` makes options anew."""
+    """A case that appends and samples, with commits at different moments; ``make`` makes options for each run."""
     return functools.partial(_runs, script, options, make)
 
 
@@ -180,7 +180,8 @@ def _evicted_and_cleared(session: Session) -> Iterator[Batch]:
     for i, n in enumerate(LENGTHS):
         session.add(n, i)
     buffer.flush()
-    for evict in (lambda: buffer.evict(2), lambda: buffer.evict(where=is_old), buffer.clear):
+    ways: list[Callable[[], int]] = [lambda: buffer.evict(2), lambda: buffer.evict(where=is_old), buffer.clear]
+    for evict in ways:
         yield buffer.sample(9, Windows(length=1))
         evict()
         session.add(4)

@@ -156,7 +156,7 @@ def _single_windows(snapshot: Snapshot, cache: int | str) -> Iterator[Batch]:
     dataset = WindowDataset(snapshot, Windows(length=3, boundary="pad_right"), cache_bytes=cache)
     yield {"length": len(dataset)}
     yield from (dataset[0], dataset[-1], dataset.batch(torch.tensor([5, 3, 40])))
-    yield from DataLoader(dataset, batch_size=7, sampler=range(0, len(dataset), 3))  # type: ignore[arg-type]
+    yield from DataLoader(dataset, batch_size=7, sampler=range(0, len(dataset), 3))
 
 
 DATASETS: dict[str, Case] = {
@@ -207,7 +207,7 @@ def _trajectory(number: int, n_steps: int = 6, n_envs: int = 2) -> rlinf.Traject
     t, env = torch.meshgrid(torch.arange(n_steps), torch.arange(n_envs), indexing="ij")
     name = (number * 1000 + t * 10 + env).float()[..., None]
     state = torch.cat([name, name + 0.25], -1)
-    flags = {
+    flags: dict[str, Any] = {
         flag: torch.arange((n_steps + 1) * n_envs).reshape(n_steps + 1, n_envs, 1) % 5 == 4
         for flag in ("terminations", "truncations", "dones")
     }
