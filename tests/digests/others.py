@@ -59,7 +59,7 @@ def _even(readers: dict[str, Reader]) -> Iterator[Batch]:
 
 def _weighted(readers: dict[str, Reader]) -> Iterator[Batch]:
     share, sources = Linear(0.5, 0.1, 4), list(readers.values())
-    weighted = {
+    weighted: dict[str, Any] = {
         "demo": (sources[0], share),
         "online": (sources[1], lambda n: 1 - share(n)),
         "old": (sources[2], 0.1),
@@ -251,7 +251,9 @@ def _experience(t: int, n_envs: int) -> dict[str, Any]:
 def _alf_batch(drawn: tuple[Any, alf.BatchInfo]) -> Batch:
     batch, info = drawn
     more = {"env_ids": info.env_ids, "positions": info.positions}
-    weights = {} if isinstance(info.importance_weights, tuple) else {"importance_weights": info.importance_weights}
+    weights: dict[str, Any] = (
+        {} if isinstance(info.importance_weights, tuple) else {"importance_weights": info.importance_weights}
+    )
     return flat({"batch": batch, **more, **weights})
 
 
