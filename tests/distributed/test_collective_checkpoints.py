@@ -193,11 +193,11 @@ def test_a_rank_that_starts_late_takes_part_in_what_was_announced_meanwhile(
     start, is_announced = CheckpointSchedule.start, threading.Event()
 
     def late(saver: CheckpointSchedule, **options: Any) -> None:
-        assert saver._world.is_leader or is_announced.wait(HANG_S)
+        assert saver._group.is_leader or is_announced.wait(HANG_S)
         start(saver, **options)
-        if saver._world.is_leader:
+        if saver._group.is_leader:
             saver.ask("early", wait=False, timeout_s=None)
-            eventually(lambda: saver._world.read("announce"))
+            eventually(lambda: saver._group.read("announce"))
             is_announced.set()
 
     monkeypatch.setattr(CheckpointSchedule, "start", late)
@@ -242,9 +242,9 @@ def test_a_request_with_a_dead_rank_publishes_nothing_and_names_it(team: Open, k
 
 def _is_dead(buffer: ReplayBuffer) -> bool:
     """Its attendant has met the death, or hears of nothing in the store that could kill it."""
-    attendant = buffer.session.schedule._attendant
+    attendant = buffer.session.schedule._requests
     assert attendant is not None
-    return attendant._is_over or attendant._world.board.__class__.__name__ == "TorchBoard"
+    return attendant._is_over or attendant._world.board.__class__.__name__ == "TorchNotes"
 
 
 @RANKS
@@ -255,12 +255,12 @@ def test_a_request_with_a_rank_that_is_stuck_publishes_nothing_and_the_next_one_
     one.fill()
     base = one.saved("base")
     one.set_timeout(0.4)
-    with one.buffers[k]._source.lock:  # in the middle of a batch, say
+    with one.buffers[k].reader.assembler.lock:  # in the middle of a batch, say
         with pytest.raises(RankError, match=rf"\brank {k}\b"):
             one.buffers[(k + 1) % N].request_checkpoint("asked", wait=True, timeout_s=HANG_S if k else 1.5)
         assert [c.id for c in published(one.url)] == [base]
     for buffer in one.buffers:
-        attendant = buffer.session.schedule._attendant
+        attendant = buffer.session.schedule._requests
         assert attendant is not None
         eventually(lambda attendant=attendant: attendant._done)  # the failed one has come to its end everywhere
         _forget(buffer)
@@ -934,7 +934,7 @@ def test_closing_with_a_failure_that_nobody_has_seen_ends_all_threads(team: Open
 
 def _threads_of(team: Team) -> list[str]:
     """Threads that buffers have not ended."""
-    attendants = [buffer.session.schedule._attendant for buffer in team.buffers]
+    attendants = [buffer.session.schedule._requests for buffer in team.buffers]
     return [a._thread.name for a in attendants if a is not None and a._thread.is_alive()]
 
 

@@ -359,7 +359,7 @@ def test_rows_are_held_from_the_cut_on(url: str) -> None:
     with new_buffer(url, capacity=200) as buffer:
         add(buffer, 0, 0, 400, every=50)
         buffer.sample(4)
-        take = buffer.session.schedule._take
+        take = buffer.session.schedule._capture
 
         def overtaken(*args: Any) -> Any:
             taken = take(*args)
@@ -373,7 +373,7 @@ def test_rows_are_held_from_the_cut_on(url: str) -> None:
             aside(evict)
             return taken
 
-        buffer.session.schedule._take = overtaken
+        buffer.session.schedule._capture = overtaken
         buffer.save_checkpoint("a", wait=True)
         assert [c.name for c in buffer.checkpoints] == ["a"]
 
@@ -381,7 +381,7 @@ def test_rows_are_held_from_the_cut_on(url: str) -> None:
 def test_two_threads_save_one_after_the_other(url: str) -> None:
     with new_buffer(url, capacity=200) as buffer:
         add(buffer, 0, 0, 400, every=50)
-        both, before = threading.Barrier(2), buffer.session.schedule._before
+        both, before = threading.Barrier(2), buffer.session.schedule._failure_of_previous
         waited: list[int] = []
 
         def at_once() -> Any:
@@ -391,12 +391,12 @@ def test_two_threads_save_one_after_the_other(url: str) -> None:
                 both.wait(30)
             return found
 
-        buffer.session.schedule._before = at_once  # type: ignore[method-assign]
+        buffer.session.schedule._failure_of_previous = at_once  # type: ignore[method-assign]
         on_the_way: list[int] = []
         run = buffer.session.schedule._called._save
 
         def alone(id_: str, taken: Any) -> None:
-            on_the_way.append(buffer.session.schedule._called._taken is taken)
+            on_the_way.append(buffer.session.schedule._called._current is taken)
             run(id_, taken)
 
         buffer.session.schedule._called._save = alone  # type: ignore[method-assign]
@@ -419,14 +419,14 @@ def test_a_buffer_may_be_closed_by_several_threads(url: str) -> None:
 def test_a_checkpoint_that_comes_after_closing_began_says_so(url: str) -> None:
     buffer = new_buffer(url)
     add(buffer, 0, 0, 10)
-    take = buffer.session.schedule._take
+    take = buffer.session.schedule._capture
 
     def closed_meanwhile(*args: Any) -> Any:
         taken = take(*args)
         aside(buffer.session.schedule._called.close)
         return taken
 
-    buffer.session.schedule._take = closed_meanwhile
+    buffer.session.schedule._capture = closed_meanwhile
     with pytest.raises(ClosedError, match="closed before its checkpoint was begun"):
         buffer.save_checkpoint("a")
     buffer.close()

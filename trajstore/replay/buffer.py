@@ -17,7 +17,7 @@ from trajstore.distributed.redistribution import plan_partitions
 from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.format.handles import EpisodeKey
 from trajstore.replay.append_methods import AppendMethods
-from trajstore.replay.checkpoint_writer import prune
+from trajstore.replay.checkpoint_lineage import prune
 from trajstore.replay.exit_hooks import ExitHooks
 from trajstore.replay.options import OptionChanges, RejoinChanges, ReplayOptions, check_options, with_ranks
 from trajstore.replay.pacing import SamplesPerInsert

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from trajstore.format.handles import EpisodeKey
-from trajstore.replay.retention import Evictor, unshown_rows
+from trajstore.replay.evictor import Evictor, unshown_rows
 from trajstore.sampling.batch_assembler import BatchAssembler, Where
 from trajstore.sampling.reader import Reader
 from trajstore.schema import Array
@@ -90,11 +90,11 @@ class Eviction:
             entries = np.flatnonzero(self._assembler.mask(where)[first:]) + first
         else:
             entries = self._assembler.entries_of(keys or ())
-        return self._finish(self._evictor.drop_episodes(entries))
+        return self._finish(self._evictor.evict_entries(entries))
 
     def evict_steps(self, chosen: Array) -> int:
         """Evict the chosen steps (a bool for each, in index order) and those before them in their episodes."""
-        return self._finish(self._evictor.drop_where(chosen))
+        return self._finish(self._evictor.evict_where(chosen))
 
     def evict_below(self, stream: Array, episode: Array, t: Array) -> None:
         """Evict the steps of episodes below ``t``, counted as evictions by the limit on steps."""

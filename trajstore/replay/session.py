@@ -15,10 +15,11 @@ from trajstore.replay.capture import Capture
 from trajstore.replay.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
 from trajstore.replay.drawing import Drawing
 from trajstore.replay.eviction import Eviction
+from trajstore.replay.evictor import Evictor
 from trajstore.replay.options import ReplayOptions, to_json
 from trajstore.replay.policy_versions import PolicyVersions
 from trajstore.replay.readiness import Readiness
-from trajstore.replay.retention import Evictor, Retention
+from trajstore.replay.retention import Retention
 from trajstore.replay.session_start import SessionStart
 from trajstore.replay.session_state import Counters, as_tensors
 from trajstore.replay.statistics import ObservedStatistics
