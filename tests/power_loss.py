@@ -47,6 +47,7 @@ from trajstore.storage import LocalStorage
 
 DEFAULT_STATES = 700
 _STATES_VARIABLE = "TRAJSTORE_POWER_STATES"
+_MAX_SYSTEMATIC = 40  # choices at one point of a log, beside random ones
 _SCRATCH = "scratch"  # docs/format.md: temporary files, which readers ignore
 
 
@@ -123,13 +124,14 @@ class Recorder:
     @contextlib.contextmanager
     def skipping(self, *what: str) -> Iterator[None]:
         """A planted bug: no fsync of ``files``, of ``directories``, or of both, by any thread."""
-        self._skip(what, 1)
+        self.skip(*what)
         try:
             yield
         finally:
-            self._skip(what, -1)
+            self.skip(*what, n=-1)
 
-    def _skip(self, what: tuple[str, ...], n: int) -> None:
+    def skip(self, *what: str, n: int = 1) -> None:
+        """The same until the end."""
         with self._lock:
             for name in what:
                 self._skipped[name] += n
@@ -289,7 +291,12 @@ class _File:
     def data(self, variant: int) -> bytes:
         if not self.is_dirty:
             return self.durable
-        variants = {OLD: self.durable, EMPTY: b"", TORN: self.now[: len(self.now) // 2], ZEROS: bytes(len(self.now))}
+        variants = {
+            OLD: self.durable,
+            EMPTY: b"",
+            TORN: self.now[: len(self.now) // 2],
+            ZEROS: bytes(len(self.now)),
+        }
         return variants.get(variant, self.now)
 
 
@@ -443,7 +450,7 @@ class FileSystem:
     def _settled(self, choice: Choice) -> dict[Key, int]:
         """The entries of a choice, with both halves of each rename as rule 4 says."""
         entries = dict(choice.entries)
-        while any([self._couple(number, choice, entries) for number in self._renames]):
+        while any(self._couple(number, choice, entries) for number in self._renames):
             pass
         return entries
 
@@ -616,14 +623,20 @@ def crashes(log: list[Entry], n_random: int, chosen: set[int] | None = None) -> 
 def _crashes_now(
     system: FileSystem, at: int, marks: Mapping[str, int], n_random: int, chosen: set[int] | None
 ) -> Iterator[Crash]:
-    rng = np.random.default_rng(at)
     seen: set[int] = set()
-    choices = [*system.choices(), *(system.random_choice(rng) for _ in range(0 if system.is_settled else n_random))]
-    for choice in choices:
+    for choice in _choices_now(system, np.random.default_rng(at), n_random):
         state = hash(frozenset(system.state(choice).items()))
         if state not in seen and (chosen is None or state in chosen):
             seen.add(state)
             yield Crash(at, marks, state, lambda choice=choice: system.tree(choice))  # type: ignore[misc]
+
+
+def _choices_now(system: FileSystem, rng: np.random.Generator, n_random: int) -> list[Choice]:
+    if system.is_settled:
+        return [Choice(keeps=True)]
+    first, *rest = system.choices()
+    picked = sorted(rng.permutation(len(rest))[: _MAX_SYSTEMATIC + n_random])  # many only where little is synced
+    return [first, *(rest[i] for i in picked), *(system.random_choice(rng) for _ in range(n_random))]
 
 
 def choose(log: list[Entry], limit: int) -> tuple[set[int], int]:
