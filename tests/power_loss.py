@@ -289,15 +289,11 @@ class _File:
     is_dirty: bool = False
 
     def data(self, variant: int) -> bytes:
-        if not self.is_dirty:
+        if not self.is_dirty or variant == OLD:
             return self.durable
-        variants = {
-            OLD: self.durable,
-            EMPTY: b"",
-            TORN: self.now[: len(self.now) // 2],
-            ZEROS: bytes(len(self.now)),
-        }
-        return variants.get(variant, self.now)
+        if variant == FULL:
+            return self.now
+        return {EMPTY: b"", TORN: self.now[: len(self.now) // 2], ZEROS: bytes(len(self.now))}[variant]
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +338,7 @@ class FileSystem:
         self._durable: dict[int, dict[str, int]] = {_ROOT: {}}
         self._pending: dict[int, dict[str, list[_Change]]] = {}
         self._renames: dict[int, _Rename] = {}  # those whose new name is not durable
+        self._renames_of: dict[Key, set[int]] = {}  # the same by name, old or new
         self._handles: dict[int, tuple[int, int]] = {}  # inode and position
         self._quiet: set[int] = set()  # directories of temporary files
         self._n = 0
@@ -420,6 +417,8 @@ class FileSystem:
             return False  # two names of one file: POSIX does nothing
         number = self._new()
         self._renames[number] = _Rename(target, source, inode not in self._files)
+        for key in (source, target):
+            self._renames_of.setdefault(key, set()).add(number)
         self._change(target, _Change(inode, number))
         self._change(source, _Change(None, number))
         return True
@@ -450,24 +449,28 @@ class FileSystem:
     def _settled(self, choice: Choice) -> dict[Key, int]:
         """The entries of a choice, with both halves of each rename as rule 4 says."""
         entries = dict(choice.entries)
-        while any(self._couple(number, choice, entries) for number in self._renames):
-            pass
+        ahead = list(entries)
+        while ahead:  # names that are not there are all alike, so they agree with each other
+            key = ahead.pop()
+            found = [self._coupled(number, choice, entries) for number in self._renames_of.get(key, ())]
+            ahead += [changed for changed in found if changed is not None]
         return entries
 
-    def _couple(self, number: int, choice: Choice, entries: dict[Key, int]) -> bool:
+    def _coupled(self, number: int, choice: Choice, entries: dict[Key, int]) -> Key | None:
+        """Make both halves of a rename agree; returns the name that is changed by that."""
         rename = self._renames[number]
         added, removed = self._half(rename.added, number), self._half(rename.removed, number)
         has_added = self._n_kept(rename.added, choice, entries) >= added
         has_removed = self._n_kept(rename.removed, choice, entries) >= removed
         if has_added == has_removed or (has_added and not rename.is_directory):
-            return False
+            return None
         if choice.keeps:  # take back the half that happened
             key, n = (rename.added, added) if has_added else (rename.removed, removed)
             entries[key] = n - 1
         else:  # let the other half happen
             key, n = (rename.removed, removed) if has_added else (rename.added, added)
             entries[key] = n
-        return True
+        return key
 
     def _half(self, key: Key, number: int) -> int:
         """How many changes of a name must be kept for this half of a rename; 0 if it is durable."""
@@ -483,7 +486,9 @@ class FileSystem:
                 if not changes:
                     del self._pending[directory][name]
         for number in [n for n, rename in self._renames.items() if not self._half(rename.added, n)]:
-            del self._renames[number]
+            rename = self._renames.pop(number)
+            for key in (rename.added, rename.removed):
+                self._renames_of[key].discard(number)
 
     # -- what a crash leaves --
 
