@@ -1,9 +1,9 @@
 """The batches of fixed seeds, pinned: a change that alters a batch fails here, whatever it moves or renames.
 
-Only the public API is used. ``tests/digests/batches.json`` has a digest of every case. If a batch is meant to
-change, write it again from the root of the repository, look at the difference, and commit it::
+Only the public API is used. ``tests/sampling/digests/batches.json`` has a digest of every case. If a batch is meant
+to change, write it again from the root of the repository, look at the difference, and commit it::
 
-    python -m tests.test_digests --write
+    python -m tests.sampling.test_digests --write
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.digests import live, others, reading, several
-from tests.digests.digest import Digest, differences, digest
-from tests.digests.stores import Case, Places
+from tests.sampling.digests import live, others, reading, several
+from tests.sampling.digests.digest import Digest, differences, digest
+from tests.sampling.digests.stores import Case, Places
 
 CASES: dict[str, Case] = {**reading.CASES, **live.CASES, **several.CASES, **others.CASES}
 FIXTURE = Path(__file__).parent / "digests" / "batches.json"
-REGENERATE = "if that is meant, run: python -m tests.test_digests --write"
+REGENERATE = "if that is meant, run: python -m tests.sampling.test_digests --write"
 
 
 def _fixture() -> dict[str, Digest]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.digests.digest import Batch, flat, numbered, without
-from tests.digests.reading import priorities_of, reward
-from tests.digests.stores import ENDS, LENGTHS, SCHEMA, Case, Codes, Places, Runs, first_row, goal_rows
+from tests.sampling.digests.digest import Batch, flat, numbered, without
+from tests.sampling.digests.reading import priorities_of, reward
+from tests.sampling.digests.stores import ENDS, LENGTHS, SCHEMA, Case, Codes, Places, Runs, first_row, goal_rows
 from trajstore import (
     EpisodeTable,
     Field,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import trajstore
-from tests.digests.digest import Batch
+from tests.sampling.digests.digest import Batch
 from trajstore import Field, Schema, Snapshot, Store, Writer
 
 Values = dict[str, Any]

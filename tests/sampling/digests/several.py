@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tests.digests.digest import Batch, numbered
-from tests.digests.stores import ENDS, LENGTHS, SCHEMA, Case, Codes, Places, Runs
+from tests.sampling.digests.digest import Batch, numbered
+from tests.sampling.digests.stores import ENDS, LENGTHS, SCHEMA, Case, Codes, Places, Runs
 from trajstore import Partitions, Priorities, ReplayBuffer, Windows, redistribute
 
 T = TypeVar("T")

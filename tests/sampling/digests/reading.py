@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import trajstore
-from tests.digests.digest import Batch, flat, numbered
-from tests.digests.stores import SCHEMA, Case, Codes, Places, Runs, simple
+from tests.sampling.digests.digest import Batch, flat, numbered
+from tests.sampling.digests.stores import SCHEMA, Case, Codes, Places, Runs, simple
 from trajstore import EpisodeTable, Field, Hindsight, Linear, Priorities, Reader, Ring, Snapshot, Windows
 
 Read = Callable[[Reader, int], list[Batch]]  # of the reader and how many batches to prepare ahead

@@ -10,11 +10,11 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
-from tests.digests.digest import Batch, flat
-from tests.digests.live import OPTIONS as BUFFER
-from tests.digests.live import SMALL, Session
-from tests.digests.reading import is_even, priorities_of
-from tests.digests.stores import LENGTHS, SCHEMA, Case, Codes, Places, Runs, simple
+from tests.sampling.digests.digest import Batch, flat
+from tests.sampling.digests.live import OPTIONS as BUFFER
+from tests.sampling.digests.live import SMALL, Session
+from tests.sampling.digests.reading import is_even, priorities_of
+from tests.sampling.digests.stores import LENGTHS, SCHEMA, Case, Codes, Places, Runs, simple
 from trajstore import (
     BatchDataset,
     Hindsight,
