@@ -855,8 +855,8 @@ def test_batches_can_be_made_on_a_device_that_has_no_values(
     sampler = Sampler(store.snapshot, device=torch.device("meta"), compiled=False)
     source = sampler.source
     for column in source.cache._columns.values():
-        pages = column.missing(np.arange(column.n_pages))
-        column.settle(pages, pages, 1)
+        pages = column.table.missing(np.arange(column.table.n_pages))
+        column.table.set_resident(pages, pages, 1)
     kind, relabeller, rng = source.kind(spec), Relabeller(source, options, CounterRng(1)), CounterRng(0)
     relabeller.plan(kind, kind.starts.draw(8, rng))  # tables are made when they are first asked for
     with NoSync("meta"):

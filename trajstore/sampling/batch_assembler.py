@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import ChunkCache, RowRequest
+from trajstore.cache.chunk_cache import ChunkCache
+from trajstore.cache.row_request import RowRequest
 from trajstore.errors import (
     ClosedError,
     CorruptionError,

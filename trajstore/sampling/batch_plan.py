@@ -13,8 +13,8 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import RowRequest
-from trajstore.cache.page_table import UNSIGNED
+from trajstore.cache.row_request import RowRequest
+from trajstore.cache.tensor_dtypes import SIGNED_VIEW
 from trajstore.errors import DataError
 from trajstore.format.spans import End
 from trajstore.sampling.episode_index import (
@@ -322,8 +322,8 @@ def _pad(values: dict[str, torch.Tensor], exists: Mapping[str, torch.Tensor], sp
         return
     for key, mask in exists.items():
         value, fill = values[key], 0 if spec.pad == "zero" else spec.pad
-        if value.dtype in UNSIGNED:
-            value = value.view(UNSIGNED[value.dtype])
+        if value.dtype in SIGNED_VIEW:
+            value = value.view(SIGNED_VIEW[value.dtype])
             fill = int(np.array(fill, f"uint{8 * value.itemsize}").astype(f"int{8 * value.itemsize}"))
         value.masked_fill_(~mask.reshape(*mask.shape, *(1,) * (value.dim() - mask.dim())), fill)
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import RowRequest
-from trajstore.cache.page_table import UNSIGNED
+from trajstore.cache.row_request import RowRequest
+from trajstore.cache.tensor_dtypes import SIGNED_VIEW
 from trajstore.errors import DataError, SnapshotExpiredError
 from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
 from trajstore.sampling.batch_plan import BatchPlan
@@ -427,6 +427,6 @@ def _spread(values: torch.Tensor, n_axes: int) -> torch.Tensor:
 
 def _where(mask: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """New values where the mask, whose axes are the first, says so."""
-    bits = UNSIGNED.get(old.dtype, old.dtype)
+    bits = SIGNED_VIEW.get(old.dtype, old.dtype)
     mask = mask.reshape(*mask.shape, *(1,) * (old.dim() - mask.dim()))
     return torch.where(mask, new.view(bits), old.view(bits)).view(old.dtype)
