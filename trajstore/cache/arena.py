@@ -71,7 +71,7 @@ class Arena:
         return [host[slot] for slot in slots]
 
     def new_upload(self, n_pages: int) -> tuple[torch.Tensor, list[Array]]:
-        """Return host memory for pages (page-locked for CUDA) and numpy views of them, to be filled for `upload`."""
+        """Return host memory for pages (page-locked for CUDA) and numpy views of them, to fill before `upload`."""
         is_locked = self._device.type == "cuda"
         shape = (n_pages, self._page_rows, *self.row_shape)
         pages = torch.empty(shape, dtype=self._dtype, pin_memory=is_locked)

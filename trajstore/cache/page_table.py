@@ -113,9 +113,8 @@ class PageTable:
             self._n_rows[source] = n
         marks = [*marks, *[0] * (len(n_rows) - len(marks))]
         self._first_used = [
-            self._count_pages(n)
-            if mark >= n
-            else mark // self.page_rows  # if all rows are gone, so is the last page
+            # If all rows were evicted, the partly filled last page is unused as well.
+            self._count_pages(n) if mark >= n else mark // self.page_rows
             for n, mark in zip(n_rows, marks, strict=False)
         ]
         for source, n_evicted in enumerate(self._first_used):  # evicted rows are never asked for again
@@ -153,7 +152,7 @@ class PageTable:
         self.slot_of_page.rewrite(self.n_pages, np.full(n_pages, _ABSENT))
 
     def _enlarge(self, source: int, n_pages: int) -> None:
-        """Give a source room for more pages: in place if its range is the last one, else in a new range at the end."""
+        """Give a source room for more pages: in place if its range is the last, else in a new range at the end."""
         first, old = self.first_page(source), self._capacity[source]
         room = max(n_pages, 2 * old)
         if first + old == self.n_pages:
