@@ -611,5 +611,5 @@ def test_compiled_loops_are_compiled_once() -> None:
             write(more, [3] * 4)
         write(writer, [2], first=100)
         reader.refresh()
-    for name in ("draw", "frame", "rows", "distinct_pages", "copy_columns"):
+    for name in ("draw", "window_steps", "rows", "distinct_pages", "copy_columns"):
         assert len(getattr(kernels, name).signatures) == 1, name
