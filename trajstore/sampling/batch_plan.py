@@ -33,7 +33,7 @@ from trajstore.sampling.windows import Windows, relative
 from trajstore.schema import Field, Schema, selected_paths
 
 MASKS = ("valid", "learn", "is_first", "is_last", "terminated", "truncated")
-WHOLE = (  # keys of a batch with one value for each window, not for each of its steps
+PER_WINDOW_KEYS = (  # keys of a batch with one value for each window, not for each of its steps
     *("index", "priority/weight", "priority/probability"),
     *("hindsight/relabelled", "hindsight/goal_index"),
     *(f"provenance/{name}" for name in ("rank", "env", "source_rank", "source_env", "end", "is_headless")),
@@ -318,7 +318,7 @@ class BatchPlanner:
             values |= self._n_step(values.pop("n_step/return"), plan.after)
         values |= plan.known
         if self._windows.squeeze:
-            values = {key: value if key in WHOLE else value.squeeze(1) for key, value in values.items()}
+            values = {key: value if key in PER_WINDOW_KEYS else value.squeeze(1) for key, value in values.items()}
         return values
 
     def _n_step(self, rewards: torch.Tensor, after: TransitionTargets) -> dict[str, torch.Tensor]:
