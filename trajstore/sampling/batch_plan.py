@@ -29,7 +29,7 @@ from trajstore.sampling.episode_index import (
     RowLocations,
 )
 from trajstore.sampling.window_starts import DrawnWindows, WindowStarts
-from trajstore.sampling.windows import Windows, relative
+from trajstore.sampling.windows import Windows, relative_positions
 from trajstore.schema import Field, Schema, selected_paths
 
 MASKS = ("valid", "learn", "is_first", "is_last", "terminated", "truncated")
@@ -121,7 +121,7 @@ class BatchPlanner:
         self._stacks = [(selected_paths(schema, [name]), steps) for name, steps in windows.stacks]
         self._check()
         device = index.device
-        self._relative = relative(windows, device)
+        self._relative = relative_positions(windows, device)
         self._is_learning = (self._relative >= 0) & (self._relative <= windows.reach)
         self._needs_lengths = windows.n_step is not None or bool(windows.stacks)
         self._constants = (self._relative.numpy(), self._is_learning.numpy()) if kernels is not None else ()

@@ -22,7 +22,7 @@ from trajstore.sampling.batch_plan import BatchPlan
 from trajstore.sampling.episode_index import HAS_FINAL
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows
-from trajstore.sampling.windows import Windows, relative
+from trajstore.sampling.windows import Windows, relative_positions
 from trajstore.schema import Array, Schema, nest, selected_paths
 
 Strategy = Literal["future", "final", "episode", "random"]
@@ -177,7 +177,9 @@ class Relabeller:
         n = index.logical.device[entry + 1] - index.logical.device[entry] - has_final
         last = n - 1 + has_final if goals.has_final else n - 1
         first = torch.where(start < 0, start.remainder(spec.stride), start)
-        steps = torch.minimum((start[:, None] + relative(spec, index.device)).clamp(min=0), n[:, None] - 1)
+        steps = torch.minimum(
+            (start[:, None] + relative_positions(spec, index.device)).clamp(min=0), n[:, None] - 1
+        )
         return _Places(entry, n, last, -index.t_base.device[entry], first, steps)
 
     def _asked(self, plan: BatchPlan, spec: Windows, places: _Places) -> dict[str, _Asked]:

@@ -267,7 +267,7 @@ def usable_steps(lengths: A, flags: A, windows: Windows, reward_with_observation
     return usable
 
 
-def relative(windows: Windows, device: torch.device) -> torch.Tensor:
+def relative_positions(windows: Windows, device: torch.device) -> torch.Tensor:
     """Return the positions of a window's steps relative to its start."""
     return torch.arange(-windows.burn_in, windows.length + windows.bootstrap, device=device) * windows.stride
 

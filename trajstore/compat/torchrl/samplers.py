@@ -15,7 +15,7 @@ from torchrl.data.replay_buffers import PrioritizedSampler, Sampler
 
 from trajstore.errors import DataError, NotReadyError
 from trajstore.sampling.sum_tree import NOTHING, SumTree
-from trajstore.sampling.windows import Windows, relative
+from trajstore.sampling.windows import Windows, relative_positions
 
 Key = str | tuple[str, ...]
 _TOTAL = 1 << 61  # of all masses at the most
@@ -69,7 +69,7 @@ class WindowSampler(Sampler):  # type: ignore[misc]
         episode = torch.searchsorted(starts, drawn, right=True)
         offset = drawn - torch.where(episode > 0, starts[episode - 1], 0)
         start = self._windows.start(offset, lengths[episode])
-        steps = relative(self._windows, start.device)
+        steps = relative_positions(self._windows, start.device)
         position = start[:, None] + steps
         inside = position.clamp(min=0).minimum(lengths[episode, None] - 1)
         time = (first[episode, None] + inside) % storage.shape[0]
