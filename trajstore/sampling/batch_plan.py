@@ -53,14 +53,14 @@ class BatchPlan:
         wanted: By output key: the rows to read.
         exists: By output key, for keys that need padding: which of the steps exist.
         known: By output key: tensors that need no reading, such as masks and ``index``, the handles of the windows.
-        after: Where the transitions of the steps lead, if the batch has next fields or n-step returns.
+        targets: Where the transitions of the steps lead, if the batch has next fields or n-step returns.
         edit: Changes the values right after they were read, and returns the plan to finish the batch with.
     """
 
     wanted: Mapping[str, RowRequest]
     exists: Mapping[str, torch.Tensor]
     known: Mapping[str, torch.Tensor]
-    after: TransitionTargets | None
+    targets: TransitionTargets | None
     edit: Callable[[BatchPlan, dict[str, torch.Tensor]], BatchPlan] | None = None
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -73,12 +73,12 @@ class TransitionTargets:
     """Where the transition of each step of a batch leads; all tensors are [B, T].
 
     Attributes:
-        taken: Number of steps that the transition covers; 0 if the step has no successor.
+        n_steps: Number of steps that the transition covers; 0 if the step has no successor.
         position: Position of the next observation, or of the nearest row if that was not recorded.
         is_terminal: Whether the episode terminated there, so that nothing is bootstrapped.
     """
 
-    taken: torch.Tensor
+    n_steps: torch.Tensor
     position: torch.Tensor
     is_terminal: torch.Tensor
 
@@ -148,21 +148,21 @@ class BatchPlanner:
     def plan(self, draw: DrawnWindows, starts: WindowStarts) -> BatchPlan:
         """Plan a batch of drawn windows. The host does not wait for the device."""
         steps = self._steps(draw, starts)
-        after = self._targets(steps, draw) if self._windows.needs_next else None
+        targets = self._targets(steps, draw) if self._windows.needs_next else None
         wanted: dict[str, RowRequest] = {}
         exists: dict[str, torch.Tensor] = {}
         self._request_fields(steps, wanted, exists)
         self._request_stacks(steps, wanted, exists)
         masks = steps.masks
-        if after is not None:
-            self._request_next(steps, after, wanted)
-            masks = (masks[0], masks[1] & (after.taken > 0), *masks[2:])
+        if targets is not None:
+            self._request_next(steps, targets, wanted)
+            masks = (masks[0], masks[1] & (targets.n_steps > 0), *masks[2:])
         known = dict(zip(MASKS, masks, strict=True)) | {"index": steps.handles}
         if draw.weight is not None and draw.probability is not None:
             known |= {"priority/weight": draw.weight, "priority/probability": draw.probability}
         if self._windows.provenance:
             known |= self._provenance(draw.entry)
-        return BatchPlan(wanted, exists, known, after)
+        return BatchPlan(wanted, exists, known, targets)
 
     def _provenance(self, entry: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return who holds and who recorded each episode, how it ended, and whether its first steps are gone."""
@@ -258,11 +258,11 @@ class BatchPlanner:
         stop = steps.n - 1 + ((steps.flags & leads_on) != 0)
         ahead = (stop - steps.position).clamp(min=0)
         low = self._windows.n_range[0]
-        taken = ahead.clamp(max=low) if draw.n is None else torch.minimum(ahead, draw.n[:, None])
-        position = steps.position + taken
+        n_steps = ahead.clamp(max=low) if draw.n is None else torch.minimum(ahead, draw.n[:, None])
+        position = steps.position + n_steps
         is_terminal = (position == steps.n) & ((steps.flags & TERMINATED) != 0)
         last_row = steps.n - 1 + (steps.flags & HAS_FINAL)
-        return TransitionTargets(taken, torch.minimum(position, last_row), is_terminal)
+        return TransitionTargets(n_steps, torch.minimum(position, last_row), is_terminal)
 
     def _compiled_targets(self, steps: _Steps, draw: DrawnWindows, leads_on: int) -> TransitionTargets:
         assert self._kernels is not None
@@ -296,9 +296,9 @@ class BatchPlanner:
                 if steps.exists is not None:
                     exists[path] = exists[path] & steps.exists[..., None]
 
-    def _request_next(self, steps: _Steps, after: TransitionTargets, wanted: dict[str, RowRequest]) -> None:
+    def _request_next(self, steps: _Steps, targets: TransitionTargets, wanted: dict[str, RowRequest]) -> None:
         if self._next_paths:
-            rows = self._index.rows(steps.entry, after.position)
+            rows = self._index.rows(steps.entry, targets.position)
             wanted |= {f"next/{path}": RowRequest(path, rows.source, rows.row) for path in self._next_paths}
         if self._windows.n_step is None:
             return
@@ -314,23 +314,23 @@ class BatchPlanner:
         if plan.edit is not None:
             plan = plan.edit(plan, values)
         _pad(values, plan.exists, self._windows)
-        if plan.after is not None and self._windows.n_step is not None:
-            values |= self._n_step(values.pop("n_step/return"), plan.after)
+        if plan.targets is not None and self._windows.n_step is not None:
+            values |= self._n_step(values.pop("n_step/return"), plan.targets)
         values |= plan.known
         if self._windows.squeeze:
             values = {key: value if key in PER_WINDOW_KEYS else value.squeeze(1) for key, value in values.items()}
         return values
 
-    def _n_step(self, rewards: torch.Tensor, after: TransitionTargets) -> dict[str, torch.Tensor]:
+    def _n_step(self, rewards: torch.Tensor, targets: TransitionTargets) -> dict[str, torch.Tensor]:
         gamma = self._windows.gamma
-        rewards = rewards.reshape(*after.taken.shape, -1)
+        rewards = rewards.reshape(*targets.n_steps.shape, -1)
         if rewards.dtype is not torch.float64:
             rewards = rewards.to(torch.float32)
         power = torch.arange(rewards.shape[-1], device=rewards.device)
-        weight = torch.pow(gamma, power) * (power < after.taken[..., None])
-        discount = torch.pow(gamma, after.taken).masked_fill(after.is_terminal, 0.0)
+        weight = torch.pow(gamma, power) * (power < targets.n_steps[..., None])
+        discount = torch.pow(gamma, targets.n_steps).masked_fill(targets.is_terminal, 0.0)
         total = (rewards * weight).sum(-1)
-        return {"n_step/return": total, "n_step/discount": discount, "n_step/n": after.taken}
+        return {"n_step/return": total, "n_step/discount": discount, "n_step/n": targets.n_steps}
 
 
 def _next_paths(schema: Schema, windows: Windows) -> list[str]:
