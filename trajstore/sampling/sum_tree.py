@@ -13,7 +13,7 @@ from trajstore.sampling.rng import CounterRng
 from trajstore.schema import Array
 
 BITS = 4  # log2 of the fan-out: a row of 16 children is two cache lines
-NOTHING = (1 << 63) - 1  # the value of `SumTree.smallest` if no mass is positive
+NO_POSITIVE_MASS = (1 << 63) - 1  # the value of `SumTree.smallest` if no mass is positive
 
 _FAN_OUT = 1 << BITS
 _SCANNED = 4096  # largest level that tensor operations search as a whole, instead of going down three levels to it
@@ -76,9 +76,13 @@ class SumTree:
         n_mins = layout.offsets[0] if self._with_min else 0
         if self._kernels is None:
             sums = torch.zeros(layout.size, dtype=torch.int64, device=self._device)
-            mins = torch.full((n_mins,), NOTHING, dtype=torch.int64, device=self._device)
+            mins = torch.full((n_mins,), NO_POSITIVE_MASS, dtype=torch.int64, device=self._device)
         else:
-            self._arrays = _zeros(layout.size), np.full(n_mins, NOTHING), np.array(layout.offsets, np.int64)
+            self._arrays = (
+                _zeros(layout.size),
+                np.full(n_mins, NO_POSITIVE_MASS),
+                np.array(layout.offsets, np.int64),
+            )
             sums, mins = map(torch.from_numpy, self._arrays[:2])
         self._layout, self._sums, self._mins = layout, sums, mins
         self._set_views(layout)
@@ -115,7 +119,7 @@ class SumTree:
 
     @property
     def smallest(self) -> torch.Tensor:
-        """The smallest positive mass, or ``NOTHING`` if no mass is positive: a copy, on the device."""
+        """The smallest positive mass, or ``NO_POSITIVE_MASS`` if no mass is positive: a copy, on the device."""
         if not self._with_min:
             raise DataError("smallest: the tree was made without with_min=True")
         return self._mins[0].clone()
@@ -355,7 +359,7 @@ def _starts(masses: torch.Tensor, dim: int) -> torch.Tensor:
 def _least(rows: torch.Tensor, is_leaf: bool) -> torch.Tensor:
     """Return the smallest positive number of each row."""
     # min is several times faster than amin on the CPU.
-    return (torch.where(rows > 0, rows, NOTHING) if is_leaf else rows).min(1).values
+    return (torch.where(rows > 0, rows, NO_POSITIVE_MASS) if is_leaf else rows).min(1).values
 
 
 def _scaled(bits: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:

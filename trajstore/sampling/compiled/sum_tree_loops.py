@@ -19,7 +19,7 @@ _FAN_OUT = 1 << BITS
 _LINE = 8  # numbers in a cache line
 _BLOCK = 256  # numbers searched together: the rows they need fit in the first-level cache
 _CACHED = 1 << 12  # numbers at the top of the tree that stay in the cache without prefetching
-_NOTHING = (1 << 63) - 1  # as in `sum_tree`
+_NO_POSITIVE_MASS = (1 << 63) - 1  # as in `sum_tree`
 _LOW_31 = (1 << 31) - 1
 
 
@@ -115,7 +115,7 @@ def draw(
 @compiled
 def _least(sums: Array, mins: Array, first: int, level: int) -> int:
     """Return the smallest positive number of the row that starts at ``first``, in the minima or in the leaves."""
-    least = _NOTHING
+    least = _NO_POSITIVE_MASS
     for j in range(first, first + _FAN_OUT):
         mass = sums[j] if level == 0 else mins[j]
         if 0 < mass < least:
