@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TypeVar
 
 from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.column_pages import ColumnPages
@@ -18,17 +18,8 @@ _N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 
 _WAVE_CHUNKS = 256  # encoded chunks that are held in memory at once when they come over a network
 _MIN_TASK_CHUNKS = 4  # a thread gets at least this many chunks
 
-
-class StoredChunk(NamedTuple):
-    """One chunk of a field in a stream."""
-
-    reader: StreamReader
-    path: str
-    number: int
-
-    @property
-    def key(self) -> ChunkKey:
-        return self.reader.record.id, self.path, self.number
+StoredChunk = tuple[StreamReader, str, int]  # the reader of its stream, path of the field, chunk number
+Job = TypeVar("Job")
 
 
 class DecodeBuffers:
@@ -62,17 +53,23 @@ class ChunkFetcher:
         self._idle_buffers: list[DecodeBuffers] = []  # one for each thread that has worked
         self._fetched: dict[ChunkKey, memoryview] = {}  # chunks of the current wave that are not decoded yet
 
-    def for_each(self, chunks: Sequence[StoredChunk], work: Callable[[int, DecodeBuffers], None]) -> None:
-        """Call ``work(i, buffers)`` for the number ``i`` of every chunk, in threads.
+    def for_each(
+        self,
+        jobs: Sequence[Job],
+        work: Callable[[Job, DecodeBuffers], None],
+        chunk_of: Callable[[Job], StoredChunk],
+    ) -> None:
+        """Call ``work(job, buffers)`` for every job, in threads.
 
-        ``work`` calls `decode`. From a remote storage, the encoded chunks are fetched first, many at a time.
+        ``work`` calls `decode` for the chunk that ``chunk_of`` returns. If the storage is remote, the encoded
+        chunks are fetched first, many at a time.
         """
         if not self._storage.is_remote:
-            self._run(range(len(chunks)), work)
+            self._run(jobs, work)
             return
-        for start in range(0, len(chunks), _WAVE_CHUNKS):
-            wave = range(start, min(start + _WAVE_CHUNKS, len(chunks)))
-            self._fetch([chunks[i] for i in wave])
+        for start in range(0, len(jobs), _WAVE_CHUNKS):
+            wave = jobs[start : start + _WAVE_CHUNKS]
+            self._fetch([chunk_of(job) for job in wave])
             try:
                 self._run(wave, work)
             finally:
@@ -81,24 +78,25 @@ class ChunkFetcher:
     def _fetch(self, chunks: Sequence[StoredChunk]) -> None:
         """Read encoded chunks that the compressed tier does not have, all at once."""
         keys = {}
-        for chunk in chunks:
-            is_here = self._tier.budget and chunk.key in self._tier
-            if not is_here and (key := chunk.reader.chunk_key(f"steps/{chunk.path}", chunk.number)):
-                keys[chunk.key] = key
+        for reader, path, number in chunks:
+            chunk_key = (reader.record.id, path, number)
+            is_here = self._tier.budget and chunk_key in self._tier
+            if not is_here and (object_key := reader.chunk_key(f"steps/{path}", number)):
+                keys[chunk_key] = object_key
         try:
             found = self._storage.get_many(list(keys.values()))
         except (OSError, StorageError):
             return  # `decode` reads each chunk alone, and its error says which chunk failed
         self._fetched.update(zip(keys, (memoryview(data) for data in found), strict=True))
 
-    def _run(self, numbers: range, work: Callable[[int, DecodeBuffers], None]) -> None:
+    def _run(self, jobs: Sequence[Job], work: Callable[[Job, DecodeBuffers], None]) -> None:
         # One task for each processor, because a task costs as much as decoding a chunk.
-        n_tasks = min(len(numbers) // _MIN_TASK_CHUNKS, _N_CPUS) or 1
+        n_tasks = min(len(jobs) // _MIN_TASK_CHUNKS, _N_CPUS) or 1
 
         def run_task(task: int) -> None:
             buffers = self._idle_buffers.pop() if self._idle_buffers else DecodeBuffers()
-            for i in numbers[task::n_tasks]:
-                work(i, buffers)
+            for job in jobs[task::n_tasks]:
+                work(job, buffers)
             self._idle_buffers.append(buffers)
 
         self._storage.map(run_task, range(n_tasks))
@@ -111,14 +109,15 @@ class ChunkFetcher:
         Raises:
             ChunkError: The chunk is damaged or missing.
         """
-        reader, key, array = chunk.reader, chunk.key, f"steps/{chunk.path}"
+        reader, path, number = chunk
+        key, array = (reader.record.id, path, number), f"steps/{path}"
         kept = self._tier.get(key) if self._tier.budget else None
         if kept is not None:
             self._stats.host_hits += 1
-            reader.decode_chunk(array, chunk.number, kept, out)
+            reader.decode_chunk(array, number, kept, out)
             return
-        data = self._fetched.pop(key, None) or reader.chunk(array, chunk.number, encoded)
+        data = self._fetched.pop(key, None) or reader.chunk(array, number, encoded)
         self._stats.bytes_read += len(data)
-        reader.decode_chunk(array, chunk.number, data, out)
+        reader.decode_chunk(array, number, data, out)
         if self._tier.budget:  # after decoding: only chunks that passed their checksum are kept
             self._tier.put(key, data)

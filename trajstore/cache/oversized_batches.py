@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from operator import itemgetter
 from types import ModuleType
 
 import numpy as np
 import torch
 
 from trajstore.cache.cache_stats import CacheStats
-from trajstore.cache.chunk_fetcher import ChunkFetcher, DecodeBuffers
+from trajstore.cache.chunk_fetcher import ChunkFetcher, DecodeBuffers, StoredChunk
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.page_loader import PageLoader
 from trajstore.cache.row_request import RowRequest
@@ -108,22 +109,25 @@ class OversizedBatches:
         self._stats.misses += len(missing)
         source, page = column.table.locate(missing)
         bounds = np.append(np.searchsorted(page_of[order], missing), len(order))
-        sizes = [self._loader.pages_per_chunk(column, s) for s in range(len(self._loader.readers))]
-        pages_of_chunk: dict[tuple[int, int], list[int]] = {}
+        jobs: dict[tuple[int, int], tuple[StoredChunk, int, list[int]]] = {}  # a chunk, its size, and its pages
         for i, (s, p) in enumerate(zip(source.tolist(), page.tolist(), strict=True)):
-            pages_of_chunk.setdefault((s, p // sizes[s]), []).append(i)
-        chunks = [self._loader.chunk(s, column.path, number) for s, number in pages_of_chunk]
-        groups = list(pages_of_chunk.items())
+            reader = self._loader.readers[s]
+            assert reader is not None  # the index has rows of this stream, so it exists
+            size = reader.record.layouts[f"steps/{column.path}"].chunk_rows // column.page_rows
+            job = jobs.get((s, p // size))
+            if job is None:
+                job = jobs[s, p // size] = ((reader, column.path, p // size), size, [])
+            job[2].append(i)
 
-        def copy_chunk(k: int, buffers: DecodeBuffers) -> None:
-            (s, _), members = groups[k]
-            pages = buffers.pages(column, sizes[s])
-            self._fetcher.decode(chunks[k], buffers.encoded, pages)
+        def copy_chunk(job: tuple[StoredChunk, int, list[int]], buffers: DecodeBuffers) -> None:
+            chunk, size, members = job
+            pages = buffers.pages(column, size)
+            self._fetcher.decode(chunk, buffers.encoded, pages)
             for i in members:
                 positions = order[bounds[i] : bounds[i + 1]]
-                first_row = (int(missing[i]) - int(page[i]) % sizes[s]) * column.page_rows  # of the chunk, virtual
+                first_row = (int(missing[i]) - int(page[i]) % size) * column.page_rows  # of the chunk, virtual
                 column.arena.scatter(virtual[positions] - first_row, positions, out, pages)
             self._stats.bytes_decoded += pages.nbytes
 
-        self._fetcher.for_each(chunks, copy_chunk)
+        self._fetcher.for_each(list(jobs.values()), copy_chunk, itemgetter(0))
         self._stats.seconds["load"] += time.perf_counter() - start

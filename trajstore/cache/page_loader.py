@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -30,15 +31,6 @@ class PageLoader:
         self._fetcher = fetcher
         self._stats = stats
 
-    def chunk(self, source: int, path: str, number: int) -> StoredChunk:
-        reader = self.readers[source]
-        assert reader is not None  # the index has rows of this stream, so it exists
-        return StoredChunk(reader, path, number)
-
-    def pages_per_chunk(self, column: ColumnPages, source: int) -> int:
-        reader = self.readers[source]
-        return reader.record.layouts[f"steps/{column.path}"].chunk_rows // column.page_rows if reader else 1
-
     def touch_and_load(self, needed: Sequence[tuple[ColumnPages, Array]]) -> None:
         """Record a use of the needed pages of columns, and load those that are missing."""
         missing_pages = []
@@ -60,8 +52,8 @@ class PageLoader:
             self._stats.misses += len(pages)
             self._stats.evictions += n_evicted
             claims.append(_Claim(column, pages, slots))
-        jobs = [job for claim in claims for job in claim.jobs(self)]
-        self._fetcher.for_each([job.chunk for job in jobs], lambda i, buffers: self._decode(jobs[i], buffers))
+        jobs = [job for claim in claims for job in claim.jobs(self.readers)]
+        self._fetcher.for_each(jobs, self._decode, attrgetter("chunk"))
         for claim in claims:
             claim.finish(self.tick)
         self._stats.seconds["load"] += time.perf_counter() - start
@@ -97,7 +89,7 @@ class _Claim:
         self._slots = slots
         self._upload: torch.Tensor | None = None
 
-    def jobs(self, loader: PageLoader) -> list[_ChunkJob]:
+    def jobs(self, readers: Sequence[StreamReader | None]) -> list[_ChunkJob]:
         """Return one job for each chunk that holds some of the pages."""
         column = self._column
         views = column.arena.slot_views(self._slots)
@@ -106,11 +98,13 @@ class _Claim:
         source, page = column.table.locate(self._pages)
         jobs: dict[tuple[int, int], _ChunkJob] = {}
         for view, s, p in zip(views, source.tolist(), page.tolist(), strict=True):
-            pages_per_chunk = loader.pages_per_chunk(column, s)
+            reader = readers[s]
+            assert reader is not None  # the index has rows of this stream, so it exists
+            pages_per_chunk = reader.record.layouts[f"steps/{column.path}"].chunk_rows // column.page_rows
             number, position = divmod(p, pages_per_chunk)
             job = jobs.get((s, number))
             if job is None:
-                job = jobs[s, number] = _ChunkJob(loader.chunk(s, column.path, number), pages_per_chunk, [])
+                job = jobs[s, number] = _ChunkJob((reader, column.path, number), pages_per_chunk, [])
             job.targets.append((position, view))
         return list(jobs.values())
 
