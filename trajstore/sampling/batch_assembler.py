@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import ChunkCache, RowRequest
+from trajstore.cache.chunk_cache import ChunkCache
+from trajstore.cache.row_request import RowRequest
 from trajstore.errors import (
     ClosedError,
     CorruptionError,
@@ -24,7 +25,7 @@ from trajstore.errors import (
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
-from trajstore.sampling.batch_plan import WHOLE, BatchPlan, BatchPlanner
+from trajstore.sampling.batch_plan import PER_WINDOW_KEYS, BatchPlan, BatchPlanner
 from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.episode_index import LIVE, EpisodeIndex, RowLocations
 from trajstore.sampling.live_episodes import AppendedRows, IndexChange, LiveEpisodes
@@ -497,4 +498,4 @@ def _opened(outs: Mapping[str, torch.Tensor], windows: Windows) -> dict[str, tor
     """Outputs with the axis of the window, which squeezed batches lack."""
     if not windows.squeeze:
         return dict(outs)
-    return {key: out if key in WHOLE else out.unsqueeze(1) for key, out in outs.items()}
+    return {key: out if key in PER_WINDOW_KEYS else out.unsqueeze(1) for key, out in outs.items()}
