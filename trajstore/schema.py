@@ -426,7 +426,7 @@ def _mismatch(path: str, spec: Field, lead: tuple[Any, ...], dtype: str, shape: 
     )
 
 
-def checked(path: str, spec: Field, value: Any, lead: tuple[int, ...]) -> Array:
+def check_value(path: str, spec: Field, value: Any, lead: tuple[int, ...]) -> Array:
     """The value as an array of exactly ``lead + field shape`` in storage dtype, or a DataError.
 
     Args:
@@ -460,7 +460,7 @@ def check_paths(expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     )
 
 
-def infer(flat: Mapping[str, Any], n_lead: int) -> Schema:
+def infer_schema(flat: Mapping[str, Any], n_lead: int) -> Schema:
     """Read the schema off example data whose leaves have ``n_lead`` leading axes.
 
     Python numbers become bool, int64 or float64, which hold any of them exactly.

@@ -74,7 +74,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def has_failed(writer: Writer) -> bool:
     """Whether the background has a failure to tell that nobody has heard of."""
-    return writer._pipeline._committer._unseen is not None
+    return writer._pipeline._commit_thread._unraised is not None
 
 
 def append_while(writer: Writer, numbers: range) -> tuple[list[int], int]:
@@ -302,18 +302,18 @@ def test_a_commit_by_time_beside_a_full_pipeline_does_not_wait_for_itself(
     """The background thread decides to commit by time; before it has the lock, a job is submitted."""
     writer = open_writer(commit_seconds=0.05, commit_steps=2)
     ticking, go = threading.Event(), threading.Event()
-    tick = writer._pipeline._committer._tick
+    tick = writer._pipeline._commit_thread._tick
 
     def late_tick() -> None:
         ticking.set()
         assert go.wait(60)
         tick()
 
-    monkeypatch.setattr(writer._pipeline._committer, "_tick", late_tick)
+    monkeypatch.setattr(writer._pipeline._commit_thread, "_tick", late_tick)
     assert ticking.wait(60)
     append_while(writer, range(3))  # two are handed over, one is staged
     go.set()
-    committer = writer._pipeline._committer
+    committer = writer._pipeline._commit_thread
     try:
         until(lambda: not committer._jobs, 10)
     except AssertionError:
@@ -470,7 +470,7 @@ def test_appends_wait_while_the_storage_is_slow_and_both_stagings_are_full(
 
 def staged_bytes(writer: Writer) -> int:
     pipeline = writer._pipeline
-    stagings = [pipeline.staging, *(job.staging for job in pipeline._committer._jobs), *pipeline._free]
+    stagings = [pipeline.staging, *(job.staging for job in pipeline._commit_thread._jobs), *pipeline._free]
     arrays = [a for s in stagings if s for a in (*s.columns.values(), s.episode, s.env, s.dropped)]
     return sum(array.nbytes for array in arrays)
 
@@ -866,7 +866,7 @@ def test_a_reader_waits_for_a_thread_that_has_the_lock_for_a_moment_only() -> No
     thread = threading.Thread(target=brief)
     thread.start()
     inside.wait()
-    with writer.staged() as staging:  # else a batch would miss what was appended, now and then
+    with writer.locked_staging() as staging:  # else a batch would miss what was appended, now and then
         assert staging is not None
         assert staging.n == 1
     thread.join()

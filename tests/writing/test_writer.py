@@ -512,7 +512,7 @@ def test_a_cut_tells_the_record_of_exactly_what_was_appended_before(url: str) ->
                 time.sleep(0.0001)
             with turn:
                 expected.append(n)
-                tickets.append(writer.cut(hear))
+                tickets.append(writer.capture_record(hear))
         is_over.set()
         thread.join()
         writer.wait(tickets[-1])
@@ -526,10 +526,10 @@ def test_a_cut_with_nothing_staged_tells_the_newest_record(url: str) -> None:
     store = trajstore.create(url)
     told: list[CommitRecord | None] = []
     with store.writer(commit_seconds=None) as writer:
-        writer.wait(writer.cut(told.append))
+        writer.wait(writer.capture_record(told.append))
         writer.append(one(0))
         writer.commit()
-        assert [writer.wait(writer.cut(told.append)) for _ in range(2)] == [None, None]
+        assert [writer.wait(writer.capture_record(told.append)) for _ in range(2)] == [None, None]
         assert writer.record is not None
     assert told[0] is None
     assert [record.commit for record in told[1:] if record] == [1, 1]
@@ -541,10 +541,10 @@ def test_a_cut_before_the_first_commit_tells_of_no_record_even_if_one_follows_at
     told: list[CommitRecord | None] = []
     with store.writer(commit_seconds=None) as writer:
         gate = threading.Event()
-        writer.cut(lambda _: gate.wait(60) and None)  # holds the background up
-        writer.cut(told.append)
+        writer.capture_record(lambda _: gate.wait(60) and None)  # holds the background up
+        writer.capture_record(told.append)
         writer.append(one(0))
-        writer.cut(told.append)
+        writer.capture_record(told.append)
         gate.set()
     assert [record and record.rows for record in told] == [None, 1]
 
@@ -556,7 +556,7 @@ def test_a_cut_is_told_once_its_commit_succeeds(url: str) -> None:
     told: list[CommitRecord | None] = []
     plan.error = broken
     writer.append(one(0))
-    ticket = writer.cut(told.append)
+    ticket = writer.capture_record(told.append)
     with pytest.raises(trajstore.StorageError):
         writer.wait(ticket)
     assert told == []
@@ -575,18 +575,18 @@ def test_what_a_cut_raises_is_raised_once_by_the_next_call_and_blocks_nothing(ur
 
     writer = store.writer(commit_seconds=None)
     writer.append(one(0))
-    writer.wait(writer.cut(fail))  # others wait as well, so it is not raised there
+    writer.wait(writer.capture_record(fail))  # others wait as well, so it is not raised there
     with pytest.raises(LookupError, match="told too much"):
         writer.commit()
     assert store.refresh().streams[0].rows == 1
     writer.append(one(1))
-    writer.wait(writer.cut(fail))
+    writer.wait(writer.capture_record(fail))
     with pytest.raises(LookupError, match="told too much"):
         writer.append(one(2))
     writer.append(one(2))
     writer.commit()
     assert store.refresh().streams[0].rows == 3
-    writer.cut(fail)
+    writer.capture_record(fail)
     with pytest.raises(LookupError, match="told too much"):
         writer.close()
     assert store.refresh().streams[0].is_sealed
@@ -614,9 +614,9 @@ class Refusing:
 def test_a_commit_that_a_follower_failed_on_is_not_made_twice(url: str) -> None:
     store = trajstore.create(url, SCHEMA)
     writer, follower, told = store.writer(commit_seconds=None), Refusing(), []
-    writer.follow(follower)
+    writer.set_append_listener(follower)
     writer.append_episode(steps(5), terminated=True)
-    ticket = writer.cut(lambda record: told.append(record and record.rows))
+    ticket = writer.capture_record(lambda record: told.append(record and record.rows))
     with pytest.raises(RuntimeError, match="not now"):
         writer.wait(ticket)
     writer.wait(ticket)
@@ -631,7 +631,7 @@ def test_a_cut_needs_somebody_to_tell(url: str) -> None:
         trajstore.create(url, SCHEMA).writer() as writer,
         pytest.raises(TypeError, match="done: expected something"),
     ):
-        writer.cut(None)  # type: ignore[arg-type]
+        writer.capture_record(None)  # type: ignore[arg-type]
 
 
 def test_a_cut_does_not_wait_for_the_disk_unless_both_stagings_are_full(url: str) -> None:
@@ -640,11 +640,13 @@ def test_a_cut_does_not_wait_for_the_disk_unless_both_stagings_are_full(url: str
     writer = trajstore.Store(FaultyStorage(real_storage(url), plan), url, None).writer(commit_seconds=None)
     told: list[int] = []
     writer.append(one(0))
-    writer.cut(lambda record: told.append(record.rows if record else 0))  # returns although puts are held up
+    writer.capture_record(
+        lambda record: told.append(record.rows if record else 0)
+    )  # returns although puts are held up
     assert plan.reached.wait(60)
     writer.append(one(1))
     second = threading.Thread(
-        target=lambda: writer.cut(lambda record: told.append(record.rows if record else 0)), daemon=True
+        target=lambda: writer.capture_record(lambda record: told.append(record.rows if record else 0)), daemon=True
     )
     second.start()
     second.join(0.2)

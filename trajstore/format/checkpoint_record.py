@@ -44,7 +44,7 @@ class StreamExtent:
     record: CommitRecord | None = None
     discarded: tuple[int, ...] = ()
 
-    def of(self, record: CommitRecord) -> CommitRecord:
+    def truncate(self, record: CommitRecord) -> CommitRecord:
         """The record of a stream that ends here: its arrays only grow, so a prefix of them is what they were.
 
         Raises:
@@ -154,7 +154,7 @@ def _cut_json(cut: StreamExtent, kinds: _Kinds) -> dict[str, Any]:
         "spans": cut.spans,
         "text_bytes": cut.text_bytes,
         "discarded": list(cut.discarded),
-        "record": None if cut.record is None else _record_json(cut.of(cut.record), kinds),
+        "record": None if cut.record is None else _record_json(cut.truncate(cut.record), kinds),
     }
 
 
@@ -234,7 +234,7 @@ def _cut(stream: str, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) ->
         raise FormatError(f"stream '{stream}': rows {cut.first} to {cut.stop}")
     if data["record"] is None:
         return cut
-    return replace(cut, record=cut.of(_record(stream, cut, data["record"], kinds)))
+    return replace(cut, record=cut.truncate(_record(stream, cut, data["record"], kinds)))
 
 
 def _record(stream: str, cut: StreamExtent, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> CommitRecord:

@@ -299,7 +299,7 @@ class ReplayBuffer:
             self._restore(state)
         self._retainer.follow(shown)
         if options.statistics:
-            self._writer.observe(self._observe)
+            self._writer.set_commit_observer(self._observe)
         self._sweeper = GarbageCollector(
             self._storage, self._writer, grace_s=options.grace_s, pins=self._pins, records=self._records
         )
@@ -931,14 +931,14 @@ class ReplayBuffer:
         self, name: str, keep_last: int | None, hold: Callable[[CapturedState], None]
     ) -> CapturedState | None:
         """The same; None if some of what was appended can't be shown before it is committed."""
-        with self._source.lock, self._writer.staged(blocking=True) as staging:
+        with self._source.lock, self._writer.locked_staging(blocking=True) as staging:
             self._source.publish(may_commit=False)
             if self._source.is_behind(staging):
                 return None
             wanted = unshown_rows(self._source)
             record: Future[tuple[CommitRecord | None, Mapping[str, Any]]] = Future()
             cuts, state = self._cuts(wanted), self._state()
-            ticket = self._writer.cut(lambda found: self._cut_done(record, found))
+            ticket = self._writer.capture_record(lambda found: self._cut_done(record, found))
             own = self._writer.stream
             taken = CapturedState(name, cuts, own, wanted.get(own, 0), state, record, ticket, keep_last)
             hold(taken)
@@ -967,7 +967,7 @@ class ReplayBuffer:
             if stream != self._writer.stream and first < cut.stop:
                 cuts[stream] = replace(cut, first=first, record=None)
                 if records[stream].is_sealed:  # embedded, so that resuming reads nothing of it
-                    cuts[stream] = replace(cuts[stream], record=cuts[stream].of(records[stream]))
+                    cuts[stream] = replace(cuts[stream], record=cuts[stream].truncate(records[stream]))
         return cuts
 
     def _state(self) -> dict[str, Any]:

@@ -101,11 +101,11 @@ class CommitPipeline:
         self._told_failures: deque[BaseException] = deque()  # of those who were told, not yet raised to anybody
         self.is_ticking = False  # the background thread may have the lock, for a moment
         self.is_overdue = False  # a commit by time found the writer busy; the next append makes up for it
-        self._committer: CommitThread[_Job] = CommitThread(self._run, self._hand_off_by_time, commit_s)
-        self._committer.start()
+        self._commit_thread: CommitThread[_Job] = CommitThread(self._run, self._hand_off_by_time, commit_s)
+        self._commit_thread.start()
 
     def raise_pending(self) -> None:
-        self._committer.raise_pending()
+        self._commit_thread.raise_pending()
         self.raise_told()
 
     def raise_told(self) -> None:
@@ -161,7 +161,7 @@ class CommitPipeline:
         is_view_due = self._is_view_new and self.appender is not None
         if staging is not None or self._columns or is_view_due or is_birth:
             if staging is not None and not self._can_hand_off:
-                self._committer.wait(self._committer.n_submitted)  # if this fails, nothing has changed
+                self._commit_thread.wait(self._commit_thread.n_submitted)  # if this fails, nothing has changed
             schema = self._settle()
             self.is_overdue = False
             if self.appender is None:
@@ -173,12 +173,12 @@ class CommitPipeline:
             columns, self._columns = self._columns, []
             self._submit(_Job(schema, staging, columns, told=told))
         elif told is not None:
-            self._committer.submit(_Job(told=told))
-        return self._committer.n_submitted
+            self._commit_thread.submit(_Job(told=told))
+        return self._commit_thread.n_submitted
 
     def _submit(self, job: _Job) -> None:
         job.first_row, job.view, self._is_view_new = self.first_row, self.view, False
-        self._committer.submit(job)
+        self._commit_thread.submit(job)
 
     def set_view(self, first_row: int, view: SessionView) -> None:
         """Let records say this from the next commit on."""
@@ -191,7 +191,7 @@ class CommitPipeline:
             return self.hand_off(is_birth=True)
         if self._is_view_new:
             self._submit(_Job(self.appender.record.schema))
-        return self._committer.n_submitted
+        return self._commit_thread.n_submitted
 
     def put_column(self, change: DerivedColumnChange) -> None:
         """Commit values of a derived column together with what is staged; one change of a column at a time."""
@@ -206,9 +206,9 @@ class CommitPipeline:
 
     def wait(self, ticket: int) -> None:
         """Wait until everything handed off with this ticket is durable."""
-        if not 0 <= ticket <= self._committer.n_submitted:
-            raise ValueError(f"ticket: expected one of 0 to {self._committer.n_submitted}, got {ticket!r}")
-        self._committer.wait(ticket)
+        if not 0 <= ticket <= self._commit_thread.n_submitted:
+            raise ValueError(f"ticket: expected one of 0 to {self._commit_thread.n_submitted}, got {ticket!r}")
+        self._commit_thread.wait(ticket)
 
     def seal(self) -> None:
         """Declare the stream finished; nothing is in flight any more."""
@@ -216,7 +216,7 @@ class CommitPipeline:
             self.appender.seal()
 
     def stop(self) -> None:
-        self._committer.stop()
+        self._commit_thread.stop()
         self.staging, self._free = None, []
 
     def _next(self) -> Staging:

@@ -34,7 +34,7 @@ class CommitThread(Generic[Job]):
         self._n_submitted = 0
         self._n_done = 0
         self._failure: BaseException | None = None  # why the first job waits; it waits for another try
-        self._unseen: BaseException | None = None  # failed, and not yet raised to anybody
+        self._unraised: BaseException | None = None  # failed, and not yet raised to anybody
         self._last: BaseException | None = None  # the newest failure of all
         self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="trajstore-commit", daemon=True)
@@ -55,10 +55,10 @@ class CommitThread(Generic[Job]):
 
     def raise_pending(self) -> None:
         """Raise a failure that nobody has seen yet; each is raised once."""
-        if self._unseen is None:  # the common case, without taking the lock
+        if self._unraised is None:  # the common case, without taking the lock
             return
         with self._condition:
-            failure, self._unseen = self._unseen, None
+            failure, self._unraised = self._unraised, None
         if failure is not None:
             raise failure
 
@@ -76,7 +76,7 @@ class CommitThread(Generic[Job]):
             )
             if self._n_done >= ticket:
                 return
-            failure, self._unseen = self._failure or self._last, None
+            failure, self._unraised = self._failure or self._last, None
         raise failure or ClosedError("the writer was closed before this was committed")
 
     def stop(self) -> None:
@@ -114,11 +114,11 @@ class CommitThread(Generic[Job]):
             with self._condition:
                 self._jobs.popleft()
                 self._n_done += 1
-                self._unseen = None  # overcome before anybody asked; the log has it
+                self._unraised = None  # overcome before anybody asked; the log has it
                 self._condition.notify_all()
 
     def _fail(self, failure: BaseException) -> None:
         _log.warning("a commit failed in the background and will be tried again: %s", failure)
         with self._condition:
-            self._failure = self._unseen = self._last = failure
+            self._failure = self._unraised = self._last = failure
             self._condition.notify_all()

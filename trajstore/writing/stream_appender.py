@@ -15,8 +15,6 @@ from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import Array, Schema
 from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage
 
-_WAVE_CHUNKS = 64
-
 
 @dataclass(frozen=True, slots=True)
 class NewRows:

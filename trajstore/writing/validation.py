@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trajstore.errors import DataError
-from trajstore.schema import Array, Schema, as_array, check_paths, checked, flatten, infer
+from trajstore.schema import Array, Schema, as_array, check_paths, check_value, flatten, infer_schema
 
 Step = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class StepValidator:
         flat = flatten(data)
         schema = self._schema_for(flat, len(lead), set(flatten(final)) if final is not None else set())
         check_paths(schema.fields, flat)
-        return {path: checked(path, spec, flat[path], lead) for path, spec in schema.fields.items()}
+        return {path: check_value(path, spec, flat[path], lead) for path, spec in schema.fields.items()}
 
     def finals(self, final: Step | None, lead: tuple[int, ...]) -> dict[str, Array] | None:
         """A value for every field that has a final one; None where none is given."""
@@ -66,7 +66,7 @@ class StepValidator:
                 " with Field(..., final=True) in a new store"
             )
         check_paths(expected, flat)
-        return {path: checked(path, spec, flat[path], lead) for path, spec in expected.items()}
+        return {path: check_value(path, spec, flat[path], lead) for path, spec in expected.items()}
 
     def episode(self, data: Step) -> tuple[dict[str, Array], int, bool]:
         """A whole episode: its arrays, the number of steps, and whether it has a final row."""
@@ -77,7 +77,7 @@ class StepValidator:
         check_paths(schema.fields, flat)
         n_steps, has_final = _episode_length(schema, lengths)
         rows = {
-            path: checked(path, spec, flat[path], (n_steps + (spec.final and has_final),))
+            path: check_value(path, spec, flat[path], (n_steps + (spec.final and has_final),))
             for path, spec in schema.fields.items()
         }
         return rows, n_steps, has_final
@@ -87,12 +87,12 @@ class StepValidator:
         flat = flatten(values)
         if unknown := [path for path in flat if path not in self.schema.fields]:
             raise DataError(f"fields: unexpected {', '.join(map(repr, unknown))}")
-        return {path: checked(path, self.schema[path], value, ()) for path, value in flat.items()}
+        return {path: check_value(path, self.schema[path], value, ()) for path, value in flat.items()}
 
     def _schema_for(self, flat: dict[str, Any], n_lead: int, finals: set[str]) -> Schema:
         evidence = finals if len(finals) < len(flat) else set()
         if self.known is None:
-            self.known = infer(flat, n_lead).with_final(evidence)
+            self.known = infer_schema(flat, n_lead).with_final(evidence)
         else:
             self._learn_finals(evidence)
         return self.known

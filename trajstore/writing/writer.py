@@ -274,14 +274,14 @@ class Writer:
                 self._pipeline.follower.amended(episode, int(step), rows)
             return Handle(self.stream, episode, step)
 
-    def follow(self, follower: AppendListener) -> None:
+    def set_append_listener(self, follower: AppendListener) -> None:
         """Tell somebody what becomes of appended rows, from now on; nothing was appended before."""
         with self._call():
             if self._pipeline.follower is not None or self._counts["steps"]:
                 raise ValueError(f"writer of stream '{self.stream}' is followed already, or has begun")
             self._pipeline.follower = follower
 
-    def observe(self, observer: Observer) -> None:
+    def set_commit_observer(self, observer: Observer) -> None:
         """Show somebody the steps of every commit, by field, on the background thread and in order.
 
         What it raises is logged and raised by the writer's next call; the commit stays.
@@ -294,7 +294,7 @@ class Writer:
         self._pipeline.raise_pending()
 
     @contextlib.contextmanager
-    def staged(self, blocking: bool = False) -> Iterator[Staging | None]:
+    def locked_staging(self, blocking: bool = False) -> Iterator[Staging | None]:
         """The steps that are staged, while nothing is appended.
 
         None if somebody is appending at this moment (unless ``blocking``), if nothing was appended yet, or if the
@@ -398,7 +398,7 @@ class Writer:
                 raise DataError("publish_view: the store has no schema yet; declare one, or append first")
             return self._pipeline.publish_view()
 
-    def cut(self, done: Callable[[CommitRecord | None], None]) -> int:
+    def capture_record(self, done: Callable[[CommitRecord | None], None]) -> int:
         """Ask for the commit record that holds exactly what is appended so far.
 
         Hands off what is staged and does not wait until it is durable; if the disk is so far behind that both
