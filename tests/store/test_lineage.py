@@ -331,7 +331,7 @@ def test_leaving_a_block_by_an_exception_forgets_a_view_that_was_not_published(u
 def test_tickets_that_were_never_given_are_refused(url: str) -> None:
     with new_store(url).writer() as writer:
         writer.wait(0)
-        with pytest.raises(ValueError, match="ticket: expected one of 0 to 0, got 7"):
+        with pytest.raises(ValueError, match="ticket: expected 0 to 0, got 7"):
             writer.wait(7)
 
 

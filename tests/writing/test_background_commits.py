@@ -334,7 +334,7 @@ def test_a_failed_commit_is_tried_again_by_time_alone(
     until(lambda: rows_of(url) == [0])
     until(lambda: not has_failed(writer))
     writer.append(step(1))  # overcome before anybody asked, so nothing is raised
-    assert "failed in the background and will be tried again" in caplog.text
+    assert "a background commit failed and will be retried" in caplog.text
 
 
 def test_a_file_too_large_for_the_file_system_raises_and_is_kept_for_the_next_commit(url: str) -> None:
@@ -859,7 +859,7 @@ def test_a_reader_waits_for_a_thread_that_has_the_lock_for_a_moment_only() -> No
     inside, done = threading.Event(), threading.Event()
 
     def brief() -> None:
-        with writer._briefly(), writer._lock:
+        with writer._lifecycle.briefly(), writer._lock:
             inside.set()
             done.wait(0.02)
 

@@ -290,7 +290,7 @@ def test_after_a_commit_without_finals_a_final_is_refused(url: str) -> None:
     with store.writer() as writer:
         writer.append({"obs": np.zeros(2), "action": 1})
         writer.commit()
-        with pytest.raises(trajstore.DataError, match=r"declare it with Field\(..., final=True\)"):
+        with pytest.raises(trajstore.DataError, match=r"declare one with Field\(..., final=True\)"):
             writer.end_episode(truncated=True, final={"obs": np.ones(2)})
 
 
@@ -466,7 +466,7 @@ def test_episode_columns_may_not_be_named_like_ours(name: str) -> None:
 
 def test_keys_of_metadata_are_strings_at_any_depth(url: str) -> None:
     with trajstore.create(url, SCHEMA).writer() as writer:
-        with pytest.raises(trajstore.DataError, match="keys are strings, got 1"):
+        with pytest.raises(trajstore.DataError, match="metadata: expected strings as keys, got 1"):
             writer.append_episode(steps(2), terminated=True, metadata={"a": [{"b": {1: 2}}]})
         with pytest.raises(trajstore.DataError, match="16777217 is out of range for float32"):
             writer.append({**one(0), "reward": (1 << 24) + 1})
@@ -629,7 +629,7 @@ def test_a_commit_that_a_follower_failed_on_is_not_made_twice(url: str) -> None:
 def test_a_cut_needs_somebody_to_tell(url: str) -> None:
     with (
         trajstore.create(url, SCHEMA).writer() as writer,
-        pytest.raises(TypeError, match="done: expected something"),
+        pytest.raises(TypeError, match="done: expected a function that takes the record"),
     ):
         writer.capture_record(None)  # type: ignore[arg-type]
 
