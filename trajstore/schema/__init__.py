@@ -1,0 +1,55 @@
+"""The schema of a store, and values checked against it.
+
+A schema names the fields of a step, with fixed dtype and shape, and the columns of an episode. `definition` holds
+`Schema` and `Field`, `nesting` turns nested mappings into paths and back, `values` checks arrays.
+"""
+
+from trajstore.schema.definition import (
+    DTYPES,
+    MAX_AXES,
+    MAX_EPISODE_COLUMNS,
+    MAX_FIELDS,
+    MAX_METADATA_BYTES,
+    MAX_ROW_BYTES,
+    Alignment,
+    Array,
+    EpisodeType,
+    Field,
+    Schema,
+    check_name,
+    selected_paths,
+)
+from trajstore.schema.nesting import check_paths, flatten, nest
+from trajstore.schema.values import (
+    as_array,
+    check_value,
+    from_scalar,
+    infer_schema,
+    round_to_bfloat16,
+    widen_bfloat16,
+)
+
+__all__ = [
+    "DTYPES",
+    "MAX_AXES",
+    "MAX_EPISODE_COLUMNS",
+    "MAX_FIELDS",
+    "MAX_METADATA_BYTES",
+    "MAX_ROW_BYTES",
+    "Alignment",
+    "Array",
+    "EpisodeType",
+    "Field",
+    "Schema",
+    "as_array",
+    "check_name",
+    "check_paths",
+    "check_value",
+    "flatten",
+    "from_scalar",
+    "infer_schema",
+    "nest",
+    "round_to_bfloat16",
+    "selected_paths",
+    "widen_bfloat16",
+]
