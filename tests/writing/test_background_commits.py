@@ -73,7 +73,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def has_failed(writer: Writer) -> bool:
-    """Whether the background has a failure to tell that nobody has heard of."""
+    """Whether the background has a failure that no call has raised yet."""
     return writer._pipeline._commit_thread._unraised is not None
 
 
@@ -182,7 +182,7 @@ def test_an_append_that_raised_left_nothing_behind(open_writer: OpenWriter, url:
     assert rows_of(url) == accepted
 
 
-def test_appends_go_on_after_a_failure_until_the_buffer_is_full(open_writer: OpenWriter) -> None:
+def test_appends_continue_after_a_failure_until_the_buffer_is_full(open_writer: OpenWriter) -> None:
     writer = open_writer(failing(), commit_steps=4)
     append_while(writer, range(4))
     until(lambda: has_failed(writer))
@@ -358,7 +358,7 @@ def test_a_file_too_large_for_the_file_system_raises_and_is_kept_for_the_next_co
 
 
 def leave_by(error: BaseException, writer: Writer, *, n_committed: int = 0) -> None:
-    """Leave a block by ``error`` after so many committed steps and three more, one of them another env's."""
+    """Leave a block by ``error`` after committed steps and three more steps, one of them of another env."""
     with writer:
         append_while(writer, range(n_committed))
         if n_committed:
@@ -425,7 +425,7 @@ def test_leaving_normally_raises_what_the_storage_refused(open_writer: OpenWrite
     assert writer.is_closed
 
 
-# ---- commits that nobody asks for, and bounds ---------------------------------------------------
+# ---- background commits, and bounds -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"commit_steps": 4}, {"commit_seconds": 0.02}], ids=["steps", "seconds"])

@@ -163,7 +163,10 @@ def check_spans(spans: Spans, rows: int, text_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class VisibleSpans:
-    """The spans of one physical stream, and what a view shows of them."""
+    """The spans of one physical stream, and what a view shows of them.
+
+    ``source`` counts the snapshot's streams from 0. (In the sampling index, source 0 is the live rows.)
+    """
 
     stream: int  # index of the logical stream whose handles these are
     source: int  # index of the physical stream that holds the rows

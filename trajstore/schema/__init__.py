@@ -6,14 +6,8 @@ A schema names the fields of a step, with fixed dtype and shape, and the columns
 
 from trajstore.schema.definition import (
     DTYPES,
-    MAX_AXES,
-    MAX_EPISODE_COLUMNS,
-    MAX_FIELDS,
     MAX_METADATA_BYTES,
-    MAX_ROW_BYTES,
-    Alignment,
     Array,
-    EpisodeType,
     Field,
     Schema,
     check_name,
@@ -23,7 +17,6 @@ from trajstore.schema.nesting import check_paths, flatten, nest
 from trajstore.schema.values import (
     as_array,
     check_value,
-    from_scalar,
     infer_schema,
     round_to_bfloat16,
     widen_bfloat16,
@@ -31,14 +24,8 @@ from trajstore.schema.values import (
 
 __all__ = [
     "DTYPES",
-    "MAX_AXES",
-    "MAX_EPISODE_COLUMNS",
-    "MAX_FIELDS",
     "MAX_METADATA_BYTES",
-    "MAX_ROW_BYTES",
-    "Alignment",
     "Array",
-    "EpisodeType",
     "Field",
     "Schema",
     "as_array",
@@ -46,7 +33,6 @@ __all__ = [
     "check_paths",
     "check_value",
     "flatten",
-    "from_scalar",
     "infer_schema",
     "nest",
     "round_to_bfloat16",

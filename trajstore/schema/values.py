@@ -58,7 +58,7 @@ def _from_torch(path: str, tensor: Any) -> tuple[Array, str]:
         raise DataError(f"field '{path}': can't convert this tensor to an array: {error}") from error
 
 
-def from_scalar(path: str, spec: Field, value: bool | int | float) -> Array:
+def _from_scalar(path: str, spec: Field, value: bool | int | float) -> Array:
     """A Python number in the field's dtype.
 
     Raises:
@@ -129,7 +129,7 @@ def check_value(path: str, spec: Field, value: Any, lead: tuple[int, ...]) -> Ar
         if spec.dtype != "bfloat16":  # the common case, without comparing names
             return value
     elif not lead and isinstance(value, (bool, int, float)):
-        return from_scalar(path, spec, value)
+        return _from_scalar(path, spec, value)
     array, name = as_array(path, value)
     if name != spec.dtype or array.shape != lead + spec.shape or not array.dtype.isnative:
         got = name if array.dtype.isnative else f"byte-swapped {name}"

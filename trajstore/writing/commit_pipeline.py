@@ -175,18 +175,18 @@ class CommitPipeline:
             self.staging.clear()
         return n
 
-    def hand_off(self, on_durable: RecordCallback | None = None, *, is_birth: bool = False) -> int:
+    def hand_off(self, on_durable: RecordCallback | None = None, *, creates_stream: bool = False) -> int:
         """Give everything staged to the background thread to commit. Returns the ticket to wait for.
 
         Waits for the other staging if the thread is still committing that one.
 
         Args:
             on_durable: Called once the rows are durable, also if nothing is staged.
-            is_birth: Whether to commit even if nothing is staged, so that the stream exists.
+            creates_stream: Whether to commit even if nothing is staged, so that the stream exists.
         """
         staging = self.staging if self.staging is not None and not self.staging.is_empty else None
         is_view_due = self._is_view_new and self.appender is not None
-        if staging is not None or self._columns or is_view_due or is_birth:
+        if staging is not None or self._columns or is_view_due or creates_stream:
             if staging is not None and not self._can_hand_off:
                 self._commit_thread.wait(self._commit_thread.n_submitted)  # if this fails, nothing has changed
             schema = self._settle()
@@ -218,7 +218,7 @@ class CommitPipeline:
         If the stream does not exist yet, staged rows are committed as well.
         """
         if self.appender is None:
-            return self.hand_off(is_birth=True)
+            return self.hand_off(creates_stream=True)
         if self._is_view_new:
             self._submit(_Job(self.appender.record.schema))
         return self._commit_thread.n_submitted

@@ -46,27 +46,27 @@ class EpisodeStager:
         self.counts = dict.fromkeys(("steps", "dropped_steps", "aborted_episodes", "cut_episodes"), 0)
         self._stream = stream
         self._validator = validator
-        self._open = open_episodes
+        self._open_episodes = open_episodes
         self._pipeline = pipeline
         self._commit_steps = commit_steps
 
     def append_step(self, step: Step, env: int, terminated: Flags, truncated: Flags, final: Step | None) -> Handle:
         """Append one step of one environment."""
         rows = self._validator.steps(step, (), final)
-        env = self._open.check_env(env)
+        env = self._open_episodes.check_env(env)
         end = end_of(terminated, truncated, End.OPEN)
         finals = self._validator.finals(final, ())
         if finals is not None and end is End.OPEN:
             raise DataError("final: given for a step that does not end its episode")
         staging = self._pipeline.make_room(1 + (finals is not None))
-        if self._open.episode[env] < 0:
-            self._open.start_one(env)
+        if self._open_episodes.episode[env] < 0:
+            self._open_episodes.start_one(env)
         at = staging.reserve(1).start
         for path, value in rows.items():
             staging.columns[path][at] = value
-        episode, t = int(self._open.episode[env]), int(self._open.t[env])
+        episode, t = int(self._open_episodes.episode[env]), int(self._open_episodes.t[env])
         staging.episode[at], staging.env[at] = episode, env
-        self._open.t[env] = t + 1
+        self._open_episodes.t[env] = t + 1
         self.counts["steps"] += 1
         if finals is not None:
             self._stage_final(_as_rows(finals), np.array([episode]), np.array([env]))
@@ -79,20 +79,20 @@ class EpisodeStager:
         self, step: Step, envs: Iterable[int], terminated: Flags, truncated: Flags, final: Step | None
     ) -> Handles:
         """Append one step of each of several environments."""
-        env = self._open.check_envs(envs)
+        env = self._open_episodes.check_envs(envs)
         n = len(env)
         rows = self._validator.steps(step, (n,), final)
         finals = self._validator.finals(final, (n,))
         ends = check_ends(terminated, truncated, (n,))
         ending = np.flatnonzero(ends)
         staging = self._pipeline.make_room(n + (len(ending) if finals is not None else 0))
-        positions = self._open.step(env)
+        positions = self._open_episodes.step(env)
         staging.extend(rows, positions.episode, env)
         self.counts["steps"] += n
         if len(ending):
             ending_finals = _select(finals, ending)
             self._end_many(positions.episode[ending], env[ending], ends[ending], ending_finals, _NO_VALUES)
-            self._open.episode[env[ending]] = -1
+            self._open_episodes.episode[env[ending]] = -1
         self._commit_by_count()
         return Handles(self._stream, positions.episode, positions.t)
 
@@ -107,7 +107,7 @@ class EpisodeStager:
     ) -> Handles:
         """Append a ``[T, B]`` block of steps, whole or not at all."""
         shape = leading_shape(data, 2)
-        env = self._open.check_envs(range(shape[1]) if envs is None else envs)
+        env = self._open_episodes.check_envs(range(shape[1]) if envs is None else envs)
         if len(env) != shape[1]:
             raise DataError(f"rollout: {len(env)} envs, but the data has {shape[1]} columns")
         rows = self._validator.steps(data, shape, final)
@@ -127,7 +127,7 @@ class EpisodeStager:
         n_ending = int((ends > 0).sum())
         n_rows = ends.size + (n_ending if finals is not None else 0)
         staging = self._pipeline.make_room(n_rows, len(values.text) * n_ending)
-        positions = self._open.block(env, ends)
+        positions = self._open_episodes.block(env, ends)
         envs = np.broadcast_to(env, ends.shape)
         flat = {path: column.reshape(-1, *column.shape[2:]) for path, column in rows.items()}
         staging.extend(flat, positions.episode.reshape(-1), envs.reshape(-1))
@@ -146,12 +146,12 @@ class EpisodeStager:
         end = end_of(terminated, truncated, End.CUT)
         rows, n_steps, has_final = self._validator.episode(data)
         values = check_metadata(self._validator.schema, metadata)
-        env = self._open.check_env(env)
-        if self._open.episode[env] >= 0:
+        env = self._open_episodes.check_env(env)
+        if self._open_episodes.episode[env] >= 0:
             raise DataError(f"env {env} has an open episode; end it before appending a whole one")
         n = n_steps + has_final
         self._pipeline.make_room(min(n, self._pipeline.fill().capacity), len(values.text))
-        episode = self._open.start_one(env)
+        episode = self._open_episodes.start_one(env)
         try:
             self._stage_episode(rows, env, episode, n)
         except BaseException:  # part of an episode larger than the buffer may be on disk already
@@ -175,7 +175,7 @@ class EpisodeStager:
                 column[: len(new)] = new
                 column[len(new) :] = 0  # the final row of a field without a final value
             staging.episode[where], staging.env[where] = episode, env
-            self._open.t[env] += part
+            self._open_episodes.t[env] += part
             done += part
 
     def end_episode(
@@ -187,7 +187,7 @@ class EpisodeStager:
         metadata: Mapping[str, Any] | None,
     ) -> EpisodeKey:
         """End the open episode of an environment."""
-        episode = self._open.open_episode(env)
+        episode = self._open_episodes.open_episode(env)
         end = end_of(terminated, truncated, End.OPEN)
         if end is End.OPEN:
             raise DataError("end_episode: expected terminated=True or truncated=True")
@@ -201,14 +201,14 @@ class EpisodeStager:
 
     def abort_episode(self, env: int) -> EpisodeKey:
         """Give up the open episode of an environment and drop its staged steps."""
-        episode = self._open.open_episode(env)
+        episode = self._open_episodes.open_episode(env)
         self._pipeline.fill()
         self._abort(env)
         return EpisodeKey(self._stream, episode)
 
     def cut_open_episodes(self) -> int:
         """End all open episodes as cut; return how many there were."""
-        open_envs = self._open.open_envs()
+        open_envs = self._open_episodes.open_envs()
         if open_envs:
             self._pipeline.fill()
             self.counts["cut_episodes"] += len(open_envs)
@@ -218,14 +218,14 @@ class EpisodeStager:
 
     def amend(self, values: Step, env: int, t: int | None) -> Handle:
         """Replace values of a staged step of an open episode."""
-        episode = self._open.open_episode(env)
-        n = int(self._open.t[env])
+        episode = self._open_episodes.open_episode(env)
+        n = int(self._open_episodes.t[env])
         step = n - 1 if t is None else t
         if not isinstance(step, (int, np.integer)) or not 0 <= step < n:
             raise DataError(f"t: the open episode of env {env} has steps 0 to {n - 1}, got {t!r}")
         rows = self._validator.amendment(values)
         staging = self._pipeline.fill()
-        row = staging.find(episode, step - int(self._open.placed[env]))
+        row = staging.find(episode, step - int(self._open_episodes.placed[env]))
         if row is None:
             raise StepPlacedError(
                 f"step {step} of env {env} is committed; only steps appended since can be amended"
@@ -246,9 +246,9 @@ class EpisodeStager:
         staging.extend({path: finals.get(path, np.zeros(())) for path in staging.columns}, episode, env)
 
     def _end(self, env: int, end: End, has_final: bool, values: EpisodeValues) -> None:
-        episode = int(self._open.episode[env])
+        episode = int(self._open_episodes.episode[env])
         self._pipeline.fill().end(EpisodeEnds(1, episode, int(env), end, has_final, values))
-        self._open.episode[env] = -1
+        self._open_episodes.episode[env] = -1
 
     def _end_many(
         self, episode: Array, env: Array, ends: Array, finals: dict[str, Array] | None, values: EpisodeValues
@@ -258,7 +258,7 @@ class EpisodeStager:
         self._pipeline.fill().end(EpisodeEnds(len(episode), episode, env, ends, finals is not None, values))
 
     def _abort(self, env: int) -> None:
-        self.counts["dropped_steps"] += self._pipeline.fill().drop(int(self._open.episode[env]))
+        self.counts["dropped_steps"] += self._pipeline.fill().drop(int(self._open_episodes.episode[env]))
         self.counts["aborted_episodes"] += 1
         self._end(env, End.ABORTED, False, _NO_VALUES)
 

@@ -138,7 +138,7 @@ def _episode_length(schema: Schema, lengths: dict[str, int]) -> tuple[int, bool]
     n_steps = min(plain) if plain else min(final) - 1
     if len(plain) > 1 or len(final) > 1 or not final <= {n_steps, n_steps + 1}:
         raise DataError(
-            "episode: expected the same number of rows in every field (one more where a final value is declared),"
+            "episode: expected the same number of rows in every field (one more if it has a final value),"
             f" got {', '.join(f'{path}: {n}' for path, n in lengths.items())}"
         )
     if n_steps < 1:
