@@ -103,7 +103,7 @@ class BatchAssembler:
             self.index.rank = writer.rank or 0
         self.follow(snapshot)
         if writer is not None and self._live is not None:
-            writer.follow(self._live)  # last: it can't be undone
+            writer.set_append_listener(self._live)  # last: it can't be undone
 
     def follow(self, snapshot: Snapshot) -> None:
         """Show what a newer snapshot shows; costs what is new and what is open.
@@ -161,7 +161,7 @@ class BatchAssembler:
         if self._is_torn:
             raise DataError("this reader lost track of its writer by an error before; make another")
         # Nobody who holds the writer's lock waits for ours.
-        with self._writer.staged(blocking=waits or self._cache is None) as staging:
+        with self._writer.locked_staging(blocking=waits or self._cache is None) as staging:
             if self._cache is None and not self._make_live_cache(staging):
                 return
             self._is_torn = True  # until everything that was taken is where it belongs
