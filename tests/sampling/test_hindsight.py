@@ -611,14 +611,14 @@ def live_reader(n_steps: int = 12) -> tuple[Layout, trajstore.Writer, Reader]:
     for t in range(n_steps):
         writer.append(layout.step(episode, t), env=0)
         writer.append(layout.step(Episode(1, n_steps, "open", False), t), env=1)
-    reader._source.publish()
+    reader.assembler.publish()
     return layout, writer, reader
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
 def test_goals_of_a_planned_batch_stay_when_rows_move_and_episodes_grow(strategy: Any) -> None:
     layout, writer, reader = live_reader()
-    source, spec = reader._source, Windows.transitions(n_step=2, gamma=0.5)
+    source, spec = reader.assembler, Windows.transitions(n_step=2, gamma=0.5)
     relabeller = Relabeller(source, replace(PLAIN, strategy=strategy, fraction=0.8), CounterRng(1))
     kind = source.kind(spec)
     draw = kind.starts.draw(64, CounterRng(0))
@@ -643,7 +643,7 @@ def test_goals_of_a_planned_batch_stay_when_rows_move_and_episodes_grow(strategy
 @pytest.mark.parametrize("fields", [None, ("obs", "goal")])
 def test_no_goal_lies_past_the_newest_step_of_an_open_episode(fields: tuple[str, ...] | None) -> None:
     _, writer, reader = live_reader()
-    source, spec = reader._source, Windows(boundary="pad_right", fields=fields)
+    source, spec = reader.assembler, Windows(boundary="pad_right", fields=fields)
     kind = source.kind(spec)
     draw = kind.starts.draw(400, CounterRng(0))
     known = Relabeller(source, PLAIN, CounterRng(1)).plan(kind, draw).known
@@ -964,8 +964,8 @@ def test_goals_that_were_evicted_before_their_turn_are_drawn_anew(prefetch: int)
     options = replace(PLAIN, strategy="random")
     with reader.batches(32, Windows(), prefetch=prefetch, where=others, relabel=options) as batches:
         next(batches)
-        with reader._source.lock:
-            reader._source.follow(Evicted(store.snapshot, {first: 15}))
+        with reader.assembler.lock:
+            reader.assembler.follow(Evicted(store.snapshot, {first: 15}))
         for _ in range(4):
             got = next(batches)
             stream, episode, t = got["hindsight"]["goal_index"].unbind(1)

@@ -141,7 +141,7 @@ def _share(buffer: ReplayBuffer, windows: Windows, which: Mapping[str, Any]) -> 
     """What a draw from this partition would be in proportion to."""
     names = ("where", "recent_steps", "recent_episodes", "recent_fraction")
     among = DrawScope(**{name: which[name] for name in names if name in which})
-    source, sampler = buffer.reader._source, buffer.reader._priorities
+    source, sampler = buffer.reader.assembler, buffer.reader.priority_sampler
     with source.lock:
         source.publish()
         if not source.index.n_steps:

@@ -293,7 +293,7 @@ class ReplayBuffer:
             compiled=options.compiled,
             streams=state["order"]["streams"] if state else (),
         )
-        self._source = self._reader._source
+        self._source = self._reader.assembler
         self._retainer = Evictor(self._source, Retention.of(options.capacity))
         if state is not None:
             self._restore(state)
@@ -499,12 +499,12 @@ class ReplayBuffer:
         self._check()
         windows = self.options.sample if windows is None else windows
         with self._source.lock:  # others may sample, ask for iterators, take a checkpoint
-            counter = self._reader._rng.counter
+            counter = self._reader.rng.counter
             iterator = self._reader.batches(batch_size, windows, prefetch=prefetch, admit=self._admit, **which)
             if self._saved_iterators:
                 self._source.publish()
                 iterator.load_state_dict(as_tensors(self._saved_iterators.pop(0)))
-                self._reader._rng.counter = counter  # it was begun before, when a number was taken for it
+                self._reader.rng.counter = counter  # it was begun before, when a number was taken for it
             self._iterators = [*(ref for ref in self._iterators if ref() is not None), weakref.ref(iterator)]
         return iterator
 

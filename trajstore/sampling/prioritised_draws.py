@@ -47,8 +47,8 @@ class PrioritySampler:
         self.source = source
         self.options = options
         self.steps = steps
-        self.table = PriorityColumn(steps, None if options.initial == "max" else float(options.initial))
-        self._stored = StoredColumn(source, steps, COLUMN, self.table.check, self.table.of_new)
+        self.priority_column = PriorityColumn(steps, None if options.initial == "max" else float(options.initial))
+        self._stored = StoredColumn(source, steps, COLUMN, self.priority_column.check, self.priority_column.of_new)
         if options.max_uses is not None:
             steps.attach(USES, torch.int32)
         self.n_ignored = self.n_batches = 0
@@ -72,9 +72,9 @@ class PrioritySampler:
     def configure(self, **changes: Any) -> None:
         """Change options; a change of what masses are made of makes all of them anew."""
         options = replace(self.options, **changes)
-        _Masses(options).raw_of(self.table.largest)  # refuses what has no power
+        _Masses(options).raw_of(self.priority_column.largest)  # refuses what has no power
         if "initial" in changes:
-            self.table.initial = None if options.initial == "max" else float(options.initial)
+            self.priority_column.initial = None if options.initial == "max" else float(options.initial)
         if changes.keys() - {"beta", "normalize", "duplicates", "stratified", "uniform", "initial"}:
             self._masses = _Masses(options)
             self._trees = {}
@@ -94,7 +94,7 @@ class PrioritySampler:
 
     def _settle(self) -> None:
         """Choose the scale of masses anew, and make all of them anew."""
-        self._masses.settle(self.n_batches, self.table)
+        self._masses.settle(self.n_batches, self.priority_column)
         self._trees = {}
 
     def _tree(self, windows: Windows, where: Where | None) -> _Tree:
@@ -112,7 +112,7 @@ class PrioritySampler:
         """The windows of a batch, with their probabilities and weights."""
         check_positive("batch_size", batch_size)
         self.follow()
-        if self._masses.is_stale(self.n_batches, self.table):
+        if self._masses.is_stale(self.n_batches, self.priority_column):
             self._settle()
         kind = self.kind(windows, among.where)
         tree = self._tree(windows, among.where)
@@ -200,8 +200,8 @@ class PrioritySampler:
             address, values = _largest(address, values)
         where = torch.from_numpy(address).to(self.source.device)
         is_outgrown = self._masses.outgrown(values)  # refuses what has no power
-        self._masses.replaced(self.table.get(address), values)
-        self.table.set(address, values)
+        self._masses.replaced(self.priority_column.get(address), values)
+        self.priority_column.set(address, values)
         if is_outgrown:
             self._settle()
         for tree in self._trees.values():
@@ -220,7 +220,7 @@ class PrioritySampler:
     def mass(self, windows: Windows, among: DrawScope) -> WindowMass | None:
         """How much there is to draw from, to be compared with that of other samplers; None: nothing."""
         self.follow()
-        if self._masses.is_stale(self.n_batches, self.table):
+        if self._masses.is_stale(self.n_batches, self.priority_column):
             self._settle()
         self.kind(windows, among.where)
         tree, scale = self._tree(windows, among.where), self._masses.scale
@@ -238,7 +238,7 @@ class PrioritySampler:
         return {
             "n_batches": self.n_batches,
             "n_ignored": self.n_ignored,
-            "largest": self.table.largest,
+            "largest": self.priority_column.largest,
             "steps": self.steps.state_dict(),
             "masses": self._masses.state_dict(),
         }
@@ -247,18 +247,18 @@ class PrioritySampler:
         self.n_batches, self.n_ignored = int(state["n_batches"]), int(state["n_ignored"])
         self.follow()
         self.steps.load_state_dict(state["steps"])
-        self.table.largest = float(state["largest"])
+        self.priority_column.largest = float(state["largest"])
         self._masses.load_state_dict(state["masses"], self.source.device)
         self._trees = {}
 
     def stats(self, windows: Windows, where: Where | None, n_bins: int) -> dict[str, Any]:
         """Figures over the windows that can be drawn; reads all of them."""
         self.follow()
-        if self._masses.is_stale(self.n_batches, self.table):
+        if self._masses.is_stale(self.n_batches, self.priority_column):
             self._settle()
         return self._tree(windows, where).stats(n_bins) | {
             "n_ignored": self.n_ignored,
-            "largest": self.table.largest,
+            "largest": self.priority_column.largest,
         }
 
 
@@ -396,7 +396,7 @@ class _Tree:
         source = self._source = owner.source
         self._owner = owner
         self._table = owner.steps
-        self._priorities = owner.table
+        self._priorities = owner.priority_column
         self._windows = windows
         self._where = where
         with_min = owner.options.normalize == "buffer"

@@ -79,46 +79,46 @@ class Reader:
             host_bytes = _REMOTE_HOST_BYTES if snapshot.storage.is_remote else 0
         else:
             host_bytes = _host_bytes(host_cache_bytes)
-        self._rng = CounterRng(seed)
+        self.rng = CounterRng(seed)
         self._as_tensordict = as_tensordict
         budget = parse_bytes(cache_bytes, "cache_bytes")
         budgets = budget, host_bytes
-        self._source = BatchAssembler(
+        self.assembler = BatchAssembler(
             snapshot, torch.device(device), *budgets, writer=writer, compiled=compiled, streams=streams
         )
-        self._steps = StepTable(self._source.index)
-        self._derived = DerivedColumns(self._source, self._steps)
+        self._steps = StepTable(self.assembler.index)
+        self._derived = DerivedColumns(self.assembler, self._steps)
         self._last_relabeller: Relabeller | None = None
-        self._priorities = (
-            PrioritySampler(self._source, priorities, self._steps) if priorities is not None else None
+        self.priority_sampler = (
+            PrioritySampler(self.assembler, priorities, self._steps) if priorities is not None else None
         )
 
     def refresh(self) -> None:
         """Show what has been committed meanwhile; costs what is new and what is open."""
-        with self._source.lock:
+        with self.assembler.lock:
             if isinstance(self._store, Store):
-                self._source.follow(self._store.refresh())
+                self.assembler.follow(self._store.refresh())
 
     @property
     def schema(self) -> Schema:
-        return self._source.schema
+        return self.assembler.schema
 
     @property
     def snapshot(self) -> Snapshot:
         """What this reader shows."""
-        return self._source.snapshot
+        return self.assembler.snapshot
 
     @property
     def streams(self) -> list[str]:
         """Ids of the streams, by the number that stands in a batch's ``index``."""
-        with self._source.lock:
-            return list(self._source.index.numbers)
+        with self.assembler.lock:
+            return list(self.assembler.index.numbers)
 
     def n_windows(self, windows: Windows, *, where: Where | None = None) -> int:
         """How many windows can be drawn (with weights: steps or episodes that a draw is uniform over)."""
-        with self._source.lock:
-            self._source.publish()
-            return self._source.kind(windows, where).starts.total
+        with self.assembler.lock:
+            self.assembler.publish()
+            return self.assembler.kind(windows, where).starts.total
 
     def sample(
         self,
@@ -150,19 +150,19 @@ class Reader:
             out: A batch of an earlier call with the same arguments, to be overwritten, or a ring of them.
         """
         among = DrawScope(where, recent_steps, recent_episodes, recent_fraction)
-        draws = self._draws(batch_size, windows, among, self._rng, prioritised)
-        with self._source.lock:
-            self._source.publish()
+        draws = self._draws(batch_size, windows, among, self.rng, prioritised)
+        with self.assembler.lock:
+            self.assembler.publish()
             drawn = draws.draw()
             assert drawn is not None
-            return self._batch(*drawn, out, self._relabeller(relabel, self._rng))
+            return self._batch(*drawn, out, self._relabeller(relabel, self.rng))
 
     def _draws(
         self, batch_size: int, windows: Windows, among: DrawScope, rng: CounterRng, prioritised: bool
     ) -> RandomDraws | PrioritisedDraws:
-        if self._priorities is not None and prioritised:
-            return PrioritisedDraws(self._priorities, batch_size, windows, among, rng)
-        return RandomDraws(self._source, batch_size, windows, among, rng)
+        if self.priority_sampler is not None and prioritised:
+            return PrioritisedDraws(self.priority_sampler, batch_size, windows, among, rng)
+        return RandomDraws(self.assembler, batch_size, windows, among, rng)
 
     def update_priorities(self, index: torch.Tensor, priority: torch.Tensor, windows: Windows | None = None) -> int:
         """Set priorities of steps that a batch's ``index`` names.
@@ -179,16 +179,16 @@ class Reader:
         Raises:
             DataError: An index is of no step here, or a priority is not finite or below 0; nothing was changed.
         """
-        with self._source.lock:
+        with self.assembler.lock:
             return self._knowing_all(lambda: self._sampler.update(index, priority, windows))
 
     def _knowing_all(self, act: Callable[[], _T]) -> _T:
         """Do what takes handles of steps, which are valid from the moment that these are appended."""
-        self._source.publish()
+        self.assembler.publish()
         try:
             return act()
         except (DataError, EpisodeNotFoundError):  # perhaps of steps that came while another thread appends
-            self._source.publish(waits=True)
+            self.assembler.publish(waits=True)
             return act()
 
     def save_priorities(self, writer: Writer) -> int:
@@ -197,18 +197,18 @@ class Reader:
         A reader made later, with priorities, finds them bit by bit. Keep one writer for this: the first time all
         values are written, then what has changed. Returns how many values were handed over.
         """
-        with self._source.lock:
+        with self.assembler.lock:
             return self._sampler.save(writer)
 
     def follow_priorities(self) -> None:
         """Keep up with steps that came and went, also if nobody samples."""
-        if self._priorities is not None:
-            with self._source.lock:
-                self._priorities.follow()
+        if self.priority_sampler is not None:
+            with self.assembler.lock:
+                self.priority_sampler.follow()
 
     def set_priorities(self, **options: Any) -> None:
         """Change options of the priorities: ``alpha`` makes all masses anew, ``beta`` costs nothing."""
-        with self._source.lock:
+        with self.assembler.lock:
             self._sampler.configure(**options)
 
     def priority_stats(self, windows: Windows, *, where: Where | None = None, n_bins: int = 20) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class Reader:
 
         Costs in proportion to all of them.
         """
-        with self._source.lock:
+        with self.assembler.lock:
             return self._sampler.stats(windows, where, n_bins)
 
     def add_column(
@@ -237,8 +237,8 @@ class Reader:
             DataError: The name is taken.
             CorruptionError: The store has a column of that name and another dtype or shape.
         """
-        with self._source.lock:
-            self._source.publish()
+        with self.assembler.lock:
+            self.assembler.publish()
             self._derived.add(name, field, fill, of_new)
 
     def write_column(
@@ -255,7 +255,7 @@ class Reader:
         Returns:
             How many were ignored because their steps were evicted meanwhile.
         """
-        with self._source.lock:
+        with self.assembler.lock:
             stride = 1 if windows is None else windows.stride
             return self._knowing_all(lambda: self._derived.write(name, index, values, stride))
 
@@ -266,17 +266,17 @@ class Reader:
             name: Of the column.
             values: An array or tensor, or an iterator over blocks of them.
         """
-        with self._source.lock:
+        with self.assembler.lock:
             return self._derived.write_all(name, [values] if hasattr(values, "dtype") else values)
 
     def column(self, name: str) -> Any:
         """A column's values of all steps, in the order of `read_all_in_order`, as an array."""
-        with self._source.lock:
+        with self.assembler.lock:
             return self._derived.column(name)
 
     def follow_columns(self) -> None:
         """Give values to steps that came since."""
-        with self._source.lock:
+        with self.assembler.lock:
             self._derived.follow()
 
     def read_all_in_order(
@@ -292,19 +292,24 @@ class Reader:
         return self.epoch(block_steps, windows, shuffle=False, prefetch=prefetch)
 
     @property
+    def column_names(self) -> tuple[str, ...]:
+        """The names of the derived columns."""
+        return tuple(self._derived.state_dict())
+
+    @property
     def has_columns(self) -> bool:
         return bool(self._derived)
 
     def save_columns(self, writer: Writer) -> None:
         """Hand the columns' values that have changed to a writer of the same store, for its next commit."""
-        with self._source.lock:
+        with self.assembler.lock:
             self._derived.save(writer)
 
     @property
     def _sampler(self) -> PrioritySampler:
-        if self._priorities is None:
+        if self.priority_sampler is None:
             raise ValueError("this reader has no priorities; make it with priorities=Priorities(...)")
-        return self._priorities
+        return self.priority_sampler
 
     def at(
         self,
@@ -319,21 +324,21 @@ class Reader:
         Raises:
             EpisodeNotFoundError: An episode is not here, or has no window that starts at that step.
         """
-        with self._source.lock:
+        with self.assembler.lock:
             kind, draw = self._knowing_all(lambda: self._drawn_at(windows, index))
-            return self._batch(kind, draw, out, self._relabeller(relabel, self._rng))
+            return self._batch(kind, draw, out, self._relabeller(relabel, self.rng))
 
     def _drawn_at(self, windows: Windows, index: torch.Tensor) -> tuple[WindowKind, DrawnWindows]:
-        kind = self._source.kind(windows)
-        draw = self._source.draw_at(kind, handles_of(index), None, is_strict=True)
-        return kind, kind.starts.with_n(draw, self._rng)
+        kind = self.assembler.kind(windows)
+        draw = self.assembler.draw_at(kind, handles_of(index), None, is_strict=True)
+        return kind, kind.starts.with_n(draw, self.rng)
 
     def _relabeller(self, options: Hindsight | None, rng: CounterRng) -> Relabeller | None:
         if options is None:
             return None
         last = self._last_relabeller  # tables that it has made serve the next batch as well
         if last is None or last.options != options or last.rng is not rng:
-            last = self._last_relabeller = Relabeller(self._source, options, rng)
+            last = self._last_relabeller = Relabeller(self.assembler, options, rng)
         return last
 
     def _batch(
@@ -345,10 +350,10 @@ class Reader:
     ) -> Any:
         plan = self._derived.plan(kind, draw, relabeller)
         if not isinstance(out, Ring):
-            flat = self._source.carry_out(kind, plan, flat_outputs(out))
+            flat = self.assembler.carry_out(kind, plan, flat_outputs(out))
             return to_batch(flat, self._as_tensordict)
         slot = out.reserve()
-        flat = self._source.carry_out(kind, plan, out.take(slot, (kind.windows, len(draw.entry))))
+        flat = self.assembler.carry_out(kind, plan, out.take(slot, (kind.windows, len(draw.entry))))
         out.give(slot, flat)
         return to_batch(flat, self._as_tensordict)
 
@@ -371,18 +376,18 @@ class Reader:
         check_positive("batch_size", batch_size)
         base = replace(windows or Windows(), boundary="pad_right", weight="episode", burn_in=0, bootstrap=0)
         base = replace(base, length=1, stride=1, squeeze=False, strict_context=False)
-        with self._source.lock:
-            self._source.publish()
-            kind = self._source.kind(base, where)
+        with self.assembler.lock:
+            self.assembler.publish()
+            kind = self.assembler.kind(base, where)
             if not kind.starts.total:
-                raise self._source.no_windows(base, "that the restrictions allow " if where else "")
-            entry = kind.starts.draw(batch_size, self._rng).entry
+                raise self.assembler.no_windows(base, "that the restrictions allow " if where else "")
+            entry = kind.starts.draw(batch_size, self.rng).entry
             if index is not None:
                 handles = torch.cat([index.cpu(), torch.zeros((len(index), 1), dtype=torch.int64)], 1)
-                entry = self._source.draw_at(kind, handles_of(handles), None, is_strict=False).entry
-            lengths = torch.from_numpy(self._source.index.lengths())[entry.cpu()]
-            whole = self._source.new_kind(replace(base, length=int(lengths.max())), where)
-            return self._batch(whole, whole.starts.with_n(DrawnWindows(entry, torch.zeros_like(entry)), self._rng))
+                entry = self.assembler.draw_at(kind, handles_of(handles), None, is_strict=False).entry
+            lengths = torch.from_numpy(self.assembler.index.lengths())[entry.cpu()]
+            whole = self.assembler.new_kind(replace(base, length=int(lengths.max())), where)
+            return self._batch(whole, whole.starts.with_n(DrawnWindows(entry, torch.zeros_like(entry)), self.rng))
 
     def batches(
         self,
@@ -405,8 +410,8 @@ class Reader:
         is sampled. ``admit`` is called with the size of every batch before it is given out, and may wait or raise.
         """
         among = DrawScope(where, recent_steps, recent_episodes, recent_fraction)
-        with self._source.lock:
-            rng = self._rng.fork()
+        with self.assembler.lock:
+            rng = self.rng.fork()
             draws = self._draws(batch_size, windows, among, rng, prioritised)
             return self._iterate(draws, prefetch, out, admit, self._relabeller(relabel, rng))
 
@@ -432,10 +437,10 @@ class Reader:
             where: Only from episodes that this function of the episode table says True for.
             out: A ring of output memory.
         """
-        with self._source.lock:
-            self._source.publish()
+        with self.assembler.lock:
+            self.assembler.publish()
             draws = EpochDraws(
-                self._source, batch_size, windows, where, self._rng.fork(), shuffle=shuffle, drop_last=drop_last
+                self.assembler, batch_size, windows, where, self.rng.fork(), shuffle=shuffle, drop_last=drop_last
             )
         return self._iterate(draws, prefetch, out)
 
@@ -462,16 +467,16 @@ class Reader:
             where: Only from episodes that this function of the episode table says True for.
             out: A ring of output memory.
         """
-        with self._source.lock:
-            self._source.publish()
-            room = self._source.cache.room(windows.fields)
+        with self.assembler.lock:
+            self.assembler.publish()
+            room = self.assembler.cache.room(windows.fields)
             segment = max(1, room // (_SEGMENTS + 1))
             draws = StagedDraws(
-                self._source,
+                self.assembler,
                 batch_size,
                 windows,
                 where,
-                self._rng.fork(),
+                self.rng.fork(),
                 reuse=reuse,
                 segment=segment,
                 n_resident=_SEGMENTS,
@@ -487,7 +492,7 @@ class Reader:
         relabeller: Relabeller | None = None,
     ) -> BatchIterator:
         return BatchIterator(
-            self._source,
+            self.assembler,
             draws,
             prefetch=prefetch,
             ring=ring,
@@ -502,53 +507,53 @@ class Reader:
         Raises:
             ValueError: They do not fit; nothing is pinned.
         """
-        with self._source.lock:
-            kind = self._source.kind(windows)
-            draw = self._source.draw_at(kind, handles_of(index), None, is_strict=True)
-            self._source.pin(kind, kind.starts.with_n(draw, CounterRng(0)))
+        with self.assembler.lock:
+            kind = self.assembler.kind(windows)
+            draw = self.assembler.draw_at(kind, handles_of(index), None, is_strict=True)
+            self.assembler.pin(kind, kind.starts.with_n(draw, CounterRng(0)))
 
     def unpin(self) -> None:
-        with self._source.lock:
-            self._source.cache.unpin()
+        with self.assembler.lock:
+            self.assembler.cache.unpin()
 
     def invalidate(self) -> None:
         """Drop everything that was read; it is read again when it is asked for."""
-        with self._source.lock:
-            if self._source.has_cache:
-                self._source.cache.invalidate()
+        with self.assembler.lock:
+            if self.assembler.has_cache:
+                self.assembler.cache.invalidate()
 
     def resize(self, *, cache_bytes: int | str | None = None, host_cache_bytes: int | str | None = None) -> None:
         """Change the bounds of the caches; what does not fit any more is dropped."""
-        source = self._source
-        with source.lock:
+        assembler = self.assembler
+        with assembler.lock:
             if cache_bytes is not None:
-                source.budget = parse_bytes(cache_bytes, "cache_bytes")
+                assembler.budget = parse_bytes(cache_bytes, "cache_bytes")
             if host_cache_bytes is not None:
-                source.host_budget = _host_bytes(host_cache_bytes)
-            source.cache.resize(source.budget, source.host_budget)
+                assembler.host_budget = _host_bytes(host_cache_bytes)
+            assembler.cache.resize(assembler.budget, assembler.host_budget)
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on drawing the same windows from the same store, priorities included."""
-        with self._source.lock:
-            state = self._rng.state_dict() | {"columns": self._derived.state_dict()}
-            if self._priorities is not None:
-                return state | {"priorities": self._priorities.state_dict()}
+        with self.assembler.lock:
+            state = self.rng.state_dict() | {"columns": self._derived.state_dict()}
+            if self.priority_sampler is not None:
+                return state | {"priorities": self.priority_sampler.state_dict()}
             self._derived.follow()
             return state | ({"steps": self._steps.state_dict()} if self._derived else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with self._source.lock:
-            self._rng.load_state_dict(dict(state))
+        with self.assembler.lock:
+            self.rng.load_state_dict(dict(state))
             self._derived.load_state_dict(state["columns"])
             if "steps" in state:
                 self._steps.load_state_dict(state["steps"])
-            if self._priorities is not None and "priorities" in state:
-                self._priorities.load_state_dict(state["priorities"])
+            if self.priority_sampler is not None and "priorities" in state:
+                self.priority_sampler.load_state_dict(state["priorities"])
 
     def stats(self) -> dict[str, Any]:
         """What the cache has done so far, and what it and the index take."""
-        with self._source.lock:
-            return self._source.stats()
+        with self.assembler.lock:
+            return self.assembler.stats()
 
 
 _SEGMENTS = 16  # of staged draws that are resident at a time; one more is on its way
