@@ -23,9 +23,10 @@ from tests.store.test_device_sync import NoSync
 from trajstore import DataError, Field, Schema, SnapshotExpiredError, Store
 from trajstore.sampling.batch_assembler import BatchAssembler
 from trajstore.sampling.batch_plan import WHOLE
-from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight, Relabeller
+from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight
 from trajstore.sampling.outputs import flat_outputs
 from trajstore.sampling.reader import Reader
+from trajstore.sampling.relabelling import Relabeller
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows
@@ -663,15 +664,15 @@ def test_planned_goals_that_were_evicted_say_so() -> None:
     relabeller = Relabeller(source, replace(PLAIN, strategy="random"), CounterRng(0))
     plan = relabeller.plan(kind, source.draw_at(kind, kept, None, is_strict=True))
     # First a part of an episode that goals were drawn from, then the whole of it.
-    assert relabeller.is_here(plan.known[GOAL_INDEX])
+    assert relabeller.has_goals(plan.known[GOAL_INDEX])
     for n_rows in (5, 10):
         source.follow(Evicted(store.snapshot, {first: n_rows}))
         with pytest.raises(SnapshotExpiredError, match="evicted meanwhile"):
             source.check_plan(plan)
         kind = source.kind(spec)
         draw = source.draw_at(kind, kept, None, is_strict=True)
-        assert not relabeller.is_here(plan.known[GOAL_INDEX])
-        with pytest.raises(SnapshotExpiredError, match="goals that were drawn ahead have been evicted"):
+        assert not relabeller.has_goals(plan.known[GOAL_INDEX])
+        with pytest.raises(SnapshotExpiredError, match="a goal of a batch that was drawn ahead has been evicted"):
             relabeller.plan(kind, draw, plan.known[GOAL_INDEX])
         assert len(relabeller.plan(kind, draw).known[GOAL_INDEX]) == 64
 
@@ -766,7 +767,7 @@ def test_rewards_of_several_numbers_are_refused() -> None:
     fields = {"desired_goal": goal, "achieved_goal": goal, "reward": Field("float32", (2,))}
     data = {name: np.zeros(4, np.float32) for name in ("desired_goal", "achieved_goal")}
     sampler = recorded(fields, data | {"reward": np.zeros((3, 2), np.float32)})
-    with pytest.raises(DataError, match=r"field 'reward' has shape \(2,\), expected one number a step"):
+    with pytest.raises(DataError, match=r"field 'reward' has shape \(2,\), expected one number per step"):
         sampler.batch(sampler.draw(4, Windows()), Windows(), Hindsight(reward=reward_of))
 
 

@@ -26,7 +26,7 @@ from trajstore.replay.buffer import ReplayBuffer
 from trajstore.replay.options import ReplayOptions, check_options
 from trajstore.sampling.draws import DrawScope, first_recent
 from trajstore.sampling.outputs import Ring, flat_outputs
-from trajstore.sampling.prioritised_draws import PrioritySampler
+from trajstore.sampling.priority_sampler import PrioritySampler
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, Schema
 
