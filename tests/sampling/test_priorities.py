@@ -1064,6 +1064,16 @@ def test_other_options_count_from_the_next_batch_on() -> None:
     check(reference, reader.sample(64, spec), spec, 0.3)
 
 
+def test_uses_are_limited_from_the_moment_that_a_limit_is_set() -> None:
+    reader = Reader(store_of([10]), priorities=Priorities(alpha=0.0))
+    reader.sample(30, Windows())  # before the limit: not counted
+    reader.set_priorities(max_uses=2)
+    index = torch.cat([reader.sample(10, Windows())["index"] for _ in range(2)])
+    assert sorted(index[:, 2].tolist()) == sorted([*range(10), *range(10)])
+    with pytest.raises(DataError, match="drawn as often as allowed"):
+        reader.sample(1, Windows())
+
+
 def test_a_schedule_goes_by_the_batches_so_far() -> None:
     schedule = Linear(0.0, 1.0, 4)
     assert [schedule(n) for n in (0, 1, 4, 9)] == [0.0, 0.25, 1.0, 1.0]

@@ -68,8 +68,7 @@ class PrioritySampler:
         self._stored = StoredColumn(
             assembler, steps, COLUMN, self.priority_column.check_stored, self.priority_column.initial_value
         )
-        if options.max_uses is not None:
-            steps.attach(USES, torch.int32)
+        self._attach_uses(options)
         self.n_ignored = self.n_batches = 0
         self._trees: dict[tuple[Windows, Where | None], PriorityTree] = {}
         self._masses = PriorityMasses(options)
@@ -97,6 +96,7 @@ class PrioritySampler:
         """
         options = replace(self.options, **changes)
         PriorityMasses(options).raw(self.priority_column.largest)
+        self._attach_uses(options)
         if "initial" in changes:
             self.priority_column.initial = _initial_priority(options)
         if changes.keys() - _MASSES_STAY:
@@ -105,6 +105,11 @@ class PrioritySampler:
         if "normalize" in changes:
             self._trees = {}
         self.options = options
+
+    def _attach_uses(self, options: Priorities) -> None:
+        """Count uses from now on, if the options limit them."""
+        if options.max_uses is not None and USES not in self.steps.columns:
+            self.steps.attach(USES, torch.int32)
 
     def kind(self, windows: Windows, where: Where | None) -> WindowKind:
         """The window kind, up to date.
