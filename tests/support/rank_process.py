@@ -231,7 +231,7 @@ def two_buffers(life: Life) -> None:
 def stuck_inside(life: Life) -> None:
     """The main thread is stuck in the middle of a change, with the buffer's lock."""
     buffer = begin(life)
-    with buffer._source.lock:
+    with buffer.reader.assembler.lock:
         life.say("stuck")
         wait_in_sleep(life)
 

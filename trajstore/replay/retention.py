@@ -285,9 +285,9 @@ class Evictor:
         distinct, where = np.unique(episode, return_inverse=True)
         floors = np.zeros(len(distinct), np.int64)
         np.maximum.at(floors, where, floor)
-        self._evict(cause, np.full(len(distinct), number), distinct, floors)
+        self.evict(cause, np.full(len(distinct), number), distinct, floors)
 
-    def _evict(self, cause: str, stream: Array, episode: Array, floor: Array) -> None:
+    def evict(self, cause: str, stream: Array, episode: Array, floor: Array) -> None:
         index, counts = self._source.index, self.evicted[cause]
         before = index.n_steps, index.n_episodes
         self._source.evict(stream, episode, floor)
@@ -323,7 +323,7 @@ class Evictor:
         handles = index.stream.host[entry].astype(np.int64), index.episode.host[entry].copy()
         is_open = (index.flags.host[entry] & OPEN) != 0
         floor = np.where(is_open, index.t_base.host[entry] + index.lengths_of(entry), GONE)
-        self._evict(cause, *handles, floor)
+        self.evict(cause, *handles, floor)
 
     def drop_episodes(self, entry: Array) -> int:
         """Evict episodes; of those that are open, what there is. Returns how many steps went."""
@@ -345,7 +345,7 @@ class Evictor:
             stream, episode = index.stream.host[entry[hit]].astype(np.int64), index.episode.host[entry[hit]].copy()
             floor = index.t_base.host[entry[hit]] + last[hit]
             is_over = (last[hit] == lengths[hit]) & ((index.flags.host[entry[hit]] & OPEN) == 0)
-            self._evict("removed", stream, episode, np.where(is_over, GONE, floor))
+            self.evict("removed", stream, episode, np.where(is_over, GONE, floor))
         return self.n_evicted - before
 
     def _turn_due(self, now: float) -> None:

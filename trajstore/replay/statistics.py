@@ -64,15 +64,27 @@ class RunningStatistics:
                     raise DataError(f"field '{path}': the schema has {', '.join(map(repr, sorted(self._known)))}")
 
     def merge(self, other: RunningStatistics) -> None:
-        """Count also what another has counted.
+        """Add what another has counted.
 
         Raises:
-            ValueError: It looks at other fields, or at other shapes of them; nothing was changed.
+            ValueError: It has other fields, or other shapes of them; nothing is changed.
         """
-        self._load(other.state_dict(), _Moments.merge)
+        self.merge_state(other.state_dict())
+
+    def merge_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add what the `state_dict` of another has counted.
+
+        Raises:
+            ValueError: It has other fields, or other shapes of them; nothing is changed.
+        """
+        self._load(state, _Moments.merge)
+
+    def shared_state(self, rank: int, world_size: int) -> dict[str, dict[str, Array]]:
+        """The state that one of several ranks continues with: an equal share of all counts."""
+        return {path: _shared_moments(state, rank, world_size) for path, state in self.state_dict().items()}
 
     def state_dict(self) -> dict[str, dict[str, Array]]:
-        """All there is to know, as arrays by field; copies."""
+        """Everything that was counted, as arrays by field; copies."""
         with self._lock:
             return {path: moments.state() for path, moments in self._moments.items()}
 
@@ -309,3 +321,55 @@ def _chosen(schema: Schema, fields: Iterable[str] | None) -> list[str]:
     if lost:
         raise KeyError(f"no field {lost[0]!r}; there are {', '.join(schema)}")
     return list(dict.fromkeys(path for paths in found.values() for path in paths))
+
+
+def _shared_moments(moments: Mapping[str, Array], rank: int, world_size: int) -> dict[str, Array]:
+    count = moments["count"]
+    own, nonfinite = (a // world_size + (rank < a % world_size) for a in (count, moments["n_nonfinite"]))
+    m2 = moments["m2"] * (own / np.maximum(count, 1))
+    return {**moments, "count": own, "n_nonfinite": nonfinite, "m2": m2}
+
+
+class ObservedStatistics:
+    """The statistics of a buffer; they begin once the schema is known.
+
+    Args:
+        schema: Of the store; None while it is not known.
+        chosen: False: none are kept. True: of all fields. Else the names of fields or groups.
+        saved: The state of a checkpoint to continue from.
+    """
+
+    def __init__(
+        self, schema: Schema | None, chosen: bool | tuple[str, ...], saved: Mapping[str, Any] | None
+    ) -> None:
+        self._chosen = chosen
+        self._running = self._begin(schema) if schema is not None else None
+        if self._running is not None and saved is not None:
+            self._running.load_state_dict(saved)
+
+    def _begin(self, schema: Schema) -> RunningStatistics | None:
+        if not self._chosen:
+            return None
+        return RunningStatistics(schema, fields=None if isinstance(self._chosen, bool) else self._chosen)
+
+    def update(self, schema: Schema, rows: Mapping[str, Array]) -> None:
+        """Count committed rows; called by the commit thread."""
+        if self._running is None:
+            self._running = self._begin(schema)
+        if self._running is not None:
+            self._running.update(rows)
+
+    def state_dict(self) -> dict[str, dict[str, Array]] | None:
+        return self._running.state_dict() if self._running is not None else None
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        """See `RunningStatistics.result`; empty before the first commit.
+
+        Raises:
+            ValueError: No statistics are kept.
+        """
+        if not self._chosen:
+            raise ValueError(
+                "this buffer keeps no statistics; make it with statistics=True, or with names of fields"
+            )
+        return self._running.result() if self._running is not None else {}

@@ -40,14 +40,14 @@ def begin_priorities(buffer: ReplayBuffer, initial: float) -> None:
 
     Called before anything is asked of the buffer: the steps that are there get their priorities then.
     """
-    state = buffer._start.state
+    state = buffer.session.start.state
     if state is None or "priorities" not in state["reader"]:
         priority_table(buffer).largest = initial
 
 
 def unused_position(buffer: ReplayBuffer) -> int:
     """A position above all that sessions before this one gave to any row; 0 where there were none."""
-    start = buffer._start
+    start = buffer.session.start
     if start.checkpoint is None and all(record.world == buffer.world for record in start.store.snapshot.streams):
         return 0
     # Ids hold the time in milliseconds, and no row takes 2**20 steps in one of them.
@@ -63,11 +63,9 @@ def keep_column(buffer: ReplayBuffer, name: str, handles: Array, values: Array) 
 
 def sweep(buffer: ReplayBuffer, rows: Rows) -> None:
     """Take away the steps that rows have given up, as the buffer's own limits do."""
-    with buffer._source.lock:
-        buffer._source.publish(waits=True)  # may fail, as storage does: before rows forget what is to go
+    assembler = buffer.reader.assembler
+    with assembler.lock:
+        assembler.publish(waits=True)  # may fail, as storage does: before rows forget what is to go
         stream, episode, floor = rows.forget()
         if len(stream):
-            buffer._retainer._evict("steps", stream, episode, floor)
-            buffer._reader.follow_priorities()
-            buffer._reader.follow_columns()
-            buffer._tell_marks()
+            buffer.session.eviction.evict_below(stream, episode, floor)
