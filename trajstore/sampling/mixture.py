@@ -42,7 +42,7 @@ class BatchSource(Protocol):
 class Mixture:
     """Samples from several readers or buffers as if they were one.
 
-    Thread-safe: any thread may call any method; one batch is made at a time.
+    Thread-safe if its sources are: any thread may call any method; one batch is made at a time.
 
     A batch joins the batches of the sources along the first axis, source by source. It also holds ``source``,
     ``[batch]``: the position of each window's source in `names`. Stream numbers in ``index`` are those of the

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 class StepValues:
     """The part of a `Reader` that keeps values of steps and changes them by handle.
 
-    Thread-safe: every method takes the assembler's lock.
+    Thread-safe: every method that reads or changes values takes the assembler's lock.
 
     Attributes:
         assembler: Shows the steps.
@@ -114,6 +114,7 @@ class StepValues:
 
         Raises:
             ValueError: An option has a bad value, or the reader has no priorities; nothing was changed.
+            DataError: The largest priority is too large for the new ``alpha``; nothing was changed.
         """
         options: dict[str, Any] = {
             "alpha": alpha,

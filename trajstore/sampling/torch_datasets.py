@@ -132,7 +132,7 @@ class WindowDataset(Dataset[Batch]):
     A DataLoader requests all windows of a batch at once (``__getitems__``), so each chunk is read once per batch.
     An item is a nested dict of tensors without the batch axis.
 
-    Not thread-safe, except `batch`. It can be pickled and forked; each process opens the snapshot itself.
+    Not thread-safe. It can be pickled and forked; each process opens the snapshot itself.
 
     Args:
         store: The store as it is now, or one of its snapshots.
