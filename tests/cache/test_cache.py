@@ -143,7 +143,7 @@ def test_the_least_recently_used_chunk_goes_first() -> None:
         reader.at(all_of(*episodes), spec)
         return int(reader.stats()["misses"] - before)
 
-    slots = reader._source.cache._columns["obs"].table.n_slots
+    slots = reader.assembler.cache._columns["obs"].table.n_slots
     assert slots >= 3
     assert misses(*range(slots)) == slots
     assert misses(0) == 0
@@ -179,14 +179,14 @@ def test_what_does_not_fit_is_not_pinned() -> None:
     reader = Reader(store, cache_bytes=8 * (OBS_PAGE + ACTION_PAGE))
     with pytest.raises(ValueError, match=r"field 'obs': 40 chunks can't be pinned, the cache holds \d+; pin fewer"):
         reader.pin(all_of(*range(40)), Windows())
-    assert all(column.table.n_pinned == 0 for column in reader._source.cache._columns.values())
+    assert all(column.table.n_pinned == 0 for column in reader.assembler.cache._columns.values())
     check(reader.sample(64, Windows()))
 
 
 def test_pinning_the_same_again_changes_nothing() -> None:
     store, _ = open_store([4] * 40)
     reader = Reader(store, cache_bytes=16 * (OBS_PAGE + ACTION_PAGE))
-    n = reader._source.cache._columns["obs"].table.n_slots - 2
+    n = reader.assembler.cache._columns["obs"].table.n_slots - 2
     for _ in range(3):
         reader.pin(all_of(*range(n)), Windows(fields=["obs"]))
     everything(reader)
@@ -578,7 +578,7 @@ def test_the_index_takes_few_bytes_an_episode() -> None:
             writer.commit()
     store.refresh()
     reader = Reader(store)
-    stats, index = reader.stats(), reader._source.index
+    stats, index = reader.stats(), reader.assembler.index
     assert stats["n_episodes"] == n
     assert stats["n_spans"] >= n
     assert index.nbytes - index.span_nbytes <= 64 * n

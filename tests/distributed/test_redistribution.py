@@ -442,7 +442,7 @@ def test_priorities_are_carried_bit_by_bit(where: str, m: int, n: int) -> None:
         buffer.update_priorities(index_of(buffer, some), torch.from_numpy(values))
     recorder.some(buffers, [3, 4, 5])  # with the largest so far
     before = {handle: p for buffer in buffers for handle, p in priorities(buffer).items()}
-    largest = max(buffer.reader._sampler.table.largest for buffer in buffers)
+    largest = max(buffer.reader.priority_sampler.priority_column.largest for buffer in buffers)
     buffers = resume(where, saved_and_closed(buffers), n)
     after = {handle: p for buffer in buffers for handle, p in priorities(buffer).items()}
     assert after == before
@@ -909,7 +909,7 @@ def test_ranks_with_equal_partitions_draw_different_windows(where: str, is_resum
         buffers = resume(where, saved_and_closed(buffers), 2)
     draws = [tuple(buffer.sample(32)["index"][:, 2].tolist()) for buffer in buffers]
     assert len(set(draws)) == len(buffers)
-    assert len({buffer.reader._rng.seed for buffer in buffers}) == len(buffers)
+    assert len({buffer.reader.rng.seed for buffer in buffers}) == len(buffers)
     close(buffers)
 
 
@@ -920,7 +920,7 @@ def test_no_rank_ever_draws_with_numbers_that_another_has_used(where: str) -> No
     recorder.some(buffers, LENGTHS)
     for i, n in enumerate((3, 1, 2, 4, 1, 2)):
         for buffer in buffers:
-            rng = buffer.reader._rng
+            rng = buffer.reader.rng
             first = rng.counter
             for _ in range(buffer.rank + 1 if buffer.n_steps else 0):
                 buffer.sample(5)
@@ -929,7 +929,7 @@ def test_no_rank_ever_draws_with_numbers_that_another_has_used(where: str) -> No
                 assert max(other.start, mine.start) >= min(other.stop, mine.stop) or not len(mine)
             used[rng.seed].append(mine)
         buffers = resume(where, saved_and_closed(buffers, f"c{i}"), n)
-    assert {buffer.reader._rng.seed for buffer in buffers} == {rank_seed(3, rank, 2) for rank in range(2)}
+    assert {buffer.reader.rng.seed for buffer in buffers} == {rank_seed(3, rank, 2) for rank in range(2)}
     close(buffers)
 
 

@@ -116,15 +116,15 @@ def test_priorities_are_those_of_the_last_checkpoint_and_later_steps_are_new(
     fill(ranks[1], 50, n=2)
     ranks[1].flush()
     ranks[1].sample(4)
-    table = ranks[1].reader._priorities
+    table = ranks[1].reader.priority_sampler
     assert table is not None
-    expected = table.table.of_steps().sort().values
+    expected = table.priority_column.of_steps().sort().values
     crash(ranks[1])
     ranks[1] = rejoin(url, 1)
     ranks[1].sample(4)
-    found = ranks[1].reader._priorities
+    found = ranks[1].reader.priority_sampler
     assert found is not None
-    assert torch.equal(found.table.of_steps().sort().values, expected)
+    assert torch.equal(found.priority_column.of_steps().sort().values, expected)
     assert len(shown(ranks[1])) == 7
 
 

@@ -750,6 +750,6 @@ def test_only_asked_fields_are_read() -> None:
     reader = Reader(store)
     reader.sample(100, Windows(fields=["action"]))
     assert set(reader.sample(4, Windows(fields=["action"]))) >= {"action", "valid"}
-    columns = reader._source.cache._columns
+    columns = reader.assembler.cache._columns
     assert columns["action"].table.n_resident > 0
     assert columns["obs"].table.n_resident == 0

@@ -26,7 +26,7 @@ from trajstore.replay.buffer import ReplayBuffer
 from trajstore.replay.options import ReplayOptions, check_options
 from trajstore.sampling.draws import DrawScope, first_recent
 from trajstore.sampling.outputs import Ring, flat_outputs
-from trajstore.sampling.prioritised_draws import PrioritySampler
+from trajstore.sampling.priority_sampler import PrioritySampler
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, Schema
 
@@ -141,7 +141,7 @@ def _share(buffer: ReplayBuffer, windows: Windows, which: Mapping[str, Any]) -> 
     """What a draw from this partition would be in proportion to."""
     names = ("where", "recent_steps", "recent_episodes", "recent_fraction")
     among = DrawScope(**{name: which[name] for name in names if name in which})
-    source, sampler = buffer.reader._source, buffer.reader._priorities
+    source, sampler = buffer.reader.assembler, buffer.reader.priority_sampler
     with source.lock:
         source.publish()
         if not source.index.n_steps:

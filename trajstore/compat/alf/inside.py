@@ -19,7 +19,9 @@ def random_numbers(buffer: ReplayBuffer) -> CounterRng:
 
 def priority_table(buffer: ReplayBuffer) -> PriorityColumn:
     """The priorities of all steps, which checkpoints keep and redistribution takes along."""
-    return buffer.reader._sampler.table
+    sampler = buffer.reader.priority_sampler
+    assert sampler is not None
+    return sampler.priority_column
 
 
 def priorities_of(buffer: ReplayBuffer, handles: Array) -> torch.Tensor:
@@ -28,7 +30,7 @@ def priorities_of(buffer: ReplayBuffer, handles: Array) -> torch.Tensor:
     with reader.assembler.lock:
         reader.assembler.publish(waits=True)
         reader.follow_priorities()
-        table = reader._sampler.table
+        table = priority_table(buffer)
         values = table.get(table.steps.addresses_of(handles))
     return torch.from_numpy(values.astype(np.float64)).to(reader.assembler.device)
 
@@ -54,7 +56,7 @@ def unused_position(buffer: ReplayBuffer) -> int:
 
 def keep_column(buffer: ReplayBuffer, name: str, handles: Array, values: Array) -> None:
     """Keep an integer with each of some steps, also in checkpoints; -1 with others."""
-    if name not in buffer.reader._derived.state_dict():
+    if name not in buffer.reader.column_names:
         buffer.add_column(name, Field("int64"), fill=-1)
     buffer.write_column(name, torch.from_numpy(handles), torch.from_numpy(values))
 

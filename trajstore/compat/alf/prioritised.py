@@ -34,7 +34,7 @@ class PrioritisedDraws:
     @property
     def initial_priority(self) -> float:
         """That of new steps: the largest so far."""
-        return priority_table(self._buffer).of_new()
+        return priority_table(self._buffer).initial_value()
 
     def forget(self) -> None:
         """Make the trees anew: steps went that are not the oldest of rows."""
