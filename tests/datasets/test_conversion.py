@@ -1,4 +1,4 @@
-"""The engine of imports and exports: every episode once, whatever happens on the way, and bit by bit."""
+"""Imports and exports: every episode is written once, whatever happens on the way, and bit by bit."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ class Kept:
         pass
 
 
-def imported(source: Any, url: str, **options: Any) -> ConversionReport:
-    return import_episodes(source, url, **{"fsync": False, "commit_seconds": None} | options)
+def imported(reader: Any, url: str, **options: Any) -> ConversionReport:
+    return import_episodes(reader, url, **{"fsync": False, "commit_seconds": None} | options)
 
 
 def names(url: str) -> list[str]:
@@ -128,13 +128,13 @@ def names(url: str) -> list[str]:
 
 
 def test_every_episode_comes_bit_by_bit_with_its_end_and_metadata(place: Place) -> None:
-    source = Made(7)
-    report = imported(source, place.url, **place.kwargs)
+    reader = Made(7)
+    report = imported(reader, place.url, **place.kwargs)
     assert (report.n_episodes, report.n_skipped, report.n_verified) == (7, 0, 7)
     store = trajstore.open(place.url, **place.kwargs)
     assert report.n_steps == int(store.episodes["length"].sum()) == 55
-    for i, key in enumerate(source.keys()):
-        expected, got = source.read(key), store.read_episode(i)
+    for i, key in enumerate(reader.keys()):
+        expected, got = reader.read(key), store.read_episode(i)
         state = expected.steps["observation"]["state"]
         np.testing.assert_array_equal(got["observation"]["state"].view(np.uint32), state.view(np.uint32))
         np.testing.assert_array_equal(got["reward"], expected.steps["reward"])
@@ -257,13 +257,13 @@ def test_verification_finds_another_end_and_other_metadata(url: str) -> None:
             return Episode(key, episode.steps, terminated=self.terminated, metadata=metadata)
 
     imported(Changed(2), url)
-    source = Changed(2)
-    source.terminated = False
+    reader = Changed(2)
+    reader.terminated = False
     with pytest.raises(StoreExistsError, match="expected the episode to end cut, got terminated"):
-        imported(source, url)
-    source.terminated, source.note = True, ["b"]
+        imported(reader, url)
+    reader.terminated, reader.note = True, ["b"]
     with pytest.raises(StoreExistsError, match="metadata 'note'"):
-        imported(source, url)
+        imported(reader, url)
 
 
 def test_two_runs_at_the_same_time_are_found(url: str) -> None:
@@ -323,20 +323,20 @@ def test_a_killed_import_goes_on_with_no_episode_lost_or_twice(url: str) -> None
 
 def test_a_part_of_an_episode_is_discarded_and_the_episode_written_again(url: str) -> None:
     """The buffer takes a tenth of an episode, so that parts of it are committed before its end."""
-    source, small = Made(3, n_steps=2000), {"buffer_bytes": 64 << 10}
-    died = FaultyStorage(real_storage(url), DieAt(n_calls_of_an_import(url + "-whole", source, small) // 2, True))
+    reader, small = Made(3, n_steps=2000), {"buffer_bytes": 64 << 10}
+    died = FaultyStorage(real_storage(url), DieAt(n_calls_of_an_import(url + "-whole", reader, small) // 2, True))
     with through(died), pytest.raises(Died):
-        imported(source, url, **small)
+        imported(reader, url, **small)
     assert names(url).count(None) == 1
-    assert imported(source, url, **small).n_verified == 3
-    assert sorted(names(url)) == source.keys()
+    assert imported(reader, url, **small).n_verified == 3
+    assert sorted(names(url)) == reader.keys()
     assert verify(url).is_clean
 
 
-def n_calls_of_an_import(url: str, source: Made, options: dict[str, int]) -> int:
+def n_calls_of_an_import(url: str, reader: Made, options: dict[str, int]) -> int:
     storage = FaultyStorage(real_storage(url))
     with through(storage):
-        imported(source, url, verify=False, **options)
+        imported(reader, url, verify=False, **options)
     return len(storage.calls)
 
 
@@ -390,7 +390,7 @@ class Big:
 
 
 class Forgetful(Kept):
-    """A sink that keeps the names alone."""
+    """A dataset writer that only keeps the names."""
 
     def write(self, episode: Episode) -> None:
         self.episodes.append(Episode(episode.key, {}))
@@ -465,7 +465,7 @@ def test_an_export_that_fails_is_kept_and_gone_on_with(store: trajstore.Store) -
     assert (report.n_skipped, report.n_episodes, report.n_verified) == (2, 4, 6)
 
 
-def test_a_sink_that_can_not_even_be_kept_does_not_hide_what_went_wrong(store: trajstore.Store) -> None:
+def test_a_dataset_writer_that_fails_to_suspend_does_not_hide_the_first_error(store: trajstore.Store) -> None:
     class Broken(Kept):
         def suspend(self) -> None:
             raise OSError("disk full")

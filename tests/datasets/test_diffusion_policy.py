@@ -86,9 +86,9 @@ def packed(path: Path) -> Path:
     return target
 
 
-def imported(source: Any, url: str) -> trajstore.Store:
-    import_episodes(source, url, fsync=False, commit_seconds=None)
-    source.close()
+def imported(reader: Any, url: str) -> trajstore.Store:
+    import_episodes(reader, url, fsync=False, commit_seconds=None)
+    reader.close()
     return trajstore.open(url)
 
 
@@ -140,9 +140,9 @@ def test_what_else_stands_in_meta_is_kept(buffer: Path, url: str) -> None:
     assert [table.metadata(i)["operator"] for i in range(4)] == ["a", "b", "c", "d"]
     assert table.metadata(1)["score"] == 1.0
     assert table.metadata(0)["dataset"]["meta"]["camera"]["shape"] == [3, 3]
-    source = open_reader(buffer, skip=["meta/score", "meta/camera", "img"])
-    assert list(source.read("1").metadata) == ["operator"]
-    assert list(source.schema) == ["action", "state"]
+    reader = open_reader(buffer, skip=["meta/score", "meta/camera", "img"])
+    assert list(reader.read("1").metadata) == ["operator"]
+    assert list(reader.schema) == ["action", "state"]
 
 
 # ---- out ------------------------------------------------------------------------------------------------
@@ -295,11 +295,11 @@ def test_an_export_that_fails_goes_on_after_what_came_whole(
 
 
 def test_files_of_a_put_that_did_not_end_are_not_exported(url: str, tmp_path: Path) -> None:
-    sink = open_writer(tmp_path / "out.zarr")
+    dataset_writer = open_writer(tmp_path / "out.zarr")
     left = next(tmp_path.glob("out.zarr.partial")) / "data" / "0.abc.partial"
     left.parent.mkdir(exist_ok=True)
     left.write_bytes(b"torn")
-    sink.suspend()
+    dataset_writer.suspend()
     export_episodes(store_with_finals(url), open_writer(tmp_path / "out.zarr"))
     assert not list((tmp_path / "out.zarr").rglob("*.partial"))
 

@@ -72,9 +72,9 @@ def demos(tmp_path: Path) -> Path:
     return path
 
 
-def imported(source: Any, url: str) -> trajstore.Store:
-    import_episodes(source, url, fsync=False, commit_seconds=None)
-    source.close()
+def imported(reader: Any, url: str) -> trajstore.Store:
+    import_episodes(reader, url, fsync=False, commit_seconds=None)
+    reader.close()
     return trajstore.open(url)
 
 
@@ -274,16 +274,16 @@ def test_flags_are_found_across_the_blocks_they_are_read_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(d4rl, "_FLAGS_PER_READ", 4)
-    source = d4rl.open_reader(write_flat(tmp_path / "d.hdf5", flat_arrays(LENGTHS)))
-    assert [len(source.read(str(i)).steps["reward"]) for i in range(5)] == LENGTHS
-    source.close()
+    reader = d4rl.open_reader(write_flat(tmp_path / "d.hdf5", flat_arrays(LENGTHS)))
+    assert [len(reader.read(str(i)).steps["reward"]) for i in range(5)] == LENGTHS
+    reader.close()
 
 
 def test_old_files_without_timeouts_are_cut_by_length(tmp_path: Path, url: str) -> None:
     arrays = flat_arrays([5, 5, 2], with_next=False)
     del arrays["timeouts"]
-    source = d4rl.open_reader(write_flat(tmp_path / "d.hdf5", arrays), max_episode_steps=5)
-    store = imported(source, url)
+    reader = d4rl.open_reader(write_flat(tmp_path / "d.hdf5", arrays), max_episode_steps=5)
+    store = imported(reader, url)
     assert list(store.episodes["length"]) == [5, 5, 2]
     assert list(store.episodes["end"]) == ["terminated", "truncated", "cut"]
 
@@ -296,10 +296,10 @@ def test_old_files_without_timeouts_are_refused_until_somebody_says_where_episod
         DataError, match=r"d.hdf5 has no 'timeouts'.*: give the environment's max_episode_steps, or 0 if"
     ):
         d4rl.open_reader(path)
-    source = d4rl.open_reader(path, max_episode_steps=0)
-    assert [len(source.read(key).steps["reward"]) for key in "01"] == [5, 7]
-    assert not source.read("1").truncated
-    source.close()
+    reader = d4rl.open_reader(path, max_episode_steps=0)
+    assert [len(reader.read(key).steps["reward"]) for key in "01"] == [5, 7]
+    assert not reader.read("1").truncated
+    reader.close()
 
 
 @pytest.mark.parametrize("n", [-1, "5", True])
@@ -322,11 +322,11 @@ def test_metadata_that_others_gave_the_same_names_are_kept_or_refused(url: str, 
         writer.append_episode(steps, metadata={"masks": 3, "dataset": {"masks": "x", "env_spec": {"id": "a"}}})
         writer.append_episode(steps, metadata={"dataset": "mine", "attributes": {"scale": 0.5}})
     export_episodes(url, robomimic.open_writer(target), reread=lambda: robomimic.open_reader(target))
-    source = robomimic.open_reader(target)
-    assert source.read("demo_0").metadata["masks"] == 3
-    assert source.read("demo_0").metadata["dataset"]["env_spec"] == {"id": "a"}
-    assert source.read("demo_1").metadata == {"attributes": {"scale": 0.5}, "dataset": "mine"}
-    source.close()
+    reader = robomimic.open_reader(target)
+    assert reader.read("demo_0").metadata["masks"] == 3
+    assert reader.read("demo_0").metadata["dataset"]["env_spec"] == {"id": "a"}
+    assert reader.read("demo_1").metadata == {"attributes": {"scale": 0.5}, "dataset": "mine"}
+    reader.close()
     export_episodes(url, d4rl.open_writer(tmp_path / "flat.hdf5"))
     with trajstore.create(url + "-odd").writer() as writer:
         writer.append_episode(steps, metadata={"attributes": {"odd": {"a": None}}})
@@ -378,10 +378,10 @@ def peak_of_a_million_rows(directory: str) -> int:
     first.read("0")
     first.close()
     before = status_bytes("VmRSS")
-    source = d4rl.open_reader(path)
+    reader = d4rl.open_reader(path)
     options = {"fsync": False, "commit_seconds": None, "buffer_bytes": "8MiB"}
-    assert import_episodes(source, f"{directory}/store", **options).n_verified == 1000
-    source.close()
+    assert import_episodes(reader, f"{directory}/store", **options).n_verified == 1000
+    reader.close()
     return status_bytes("VmHWM") - before
 
 
@@ -408,7 +408,7 @@ def export_and_die(kind: str, url: str, target: str, n: int) -> None:
 
     def dying(group: Any, *arguments: Any) -> None:
         fill(group, *arguments)
-        if len(sink.written_keys()) == n:
+        if len(dataset_writer.written_keys()) == n:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if kind == "robomimic":
@@ -416,8 +416,8 @@ def export_and_die(kind: str, url: str, target: str, n: int) -> None:
     else:
         hdf5_output._FILE_SECONDS = 0.0  # the same
     module._write_group = dying  # type: ignore[attr-defined]
-    sink = module.open_writer(target)  # type: ignore[attr-defined]
-    export_episodes(url, sink)
+    dataset_writer = module.open_writer(target)  # type: ignore[attr-defined]
+    export_episodes(url, dataset_writer)
 
 
 @pytest.mark.parametrize("kind", ["robomimic", "d4rl"])

@@ -54,8 +54,8 @@ def edit_table(path, **columns):
     pq.write_table(table, path)
 
 
-def read_all(source):
-    return [source.read(key) for key in list(source.keys())]
+def read_all(reader):
+    return [reader.read(key) for key in list(reader.keys())]
 
 
 # ---- into a store
@@ -166,9 +166,9 @@ def test_episodes_are_found_in_one_large_row_group(dataset):
     pq.write_table(pq.read_table(path), path)
     assert pq.ParquetFile(path).num_row_groups == 1
     expected = read_all(open_reader(MADE, videos=False))
-    source = open_reader(dataset, videos=False)
+    reader = open_reader(dataset, videos=False)
     for key in ("2", "0", "1"):
-        assert np.array_equal(source.read(key).steps["action"], expected[int(key)].steps["action"])
+        assert np.array_equal(reader.read(key).steps["action"], expected[int(key)].steps["action"])
 
 
 def test_episodes_are_found_in_several_files(dataset):
@@ -190,9 +190,9 @@ def test_channels_that_come_first_in_words_come_last_in_data(dataset):
         }
 
     edit(dataset / "meta/info.json", turn)
-    source = open_reader(dataset, videos=False)
-    assert source.schema["observation/images/wrist"].shape == (16, 12, 3)
-    assert source.read("0").steps["observation"]["images"]["wrist"].shape == (7, 16, 12, 3)
+    reader = open_reader(dataset, videos=False)
+    assert reader.schema["observation/images/wrist"].shape == (16, 12, 3)
+    assert reader.read("0").steps["observation"]["images"]["wrist"].shape == (7, 16, 12, 3)
 
 
 class Matrices(pa.ExtensionType):
@@ -212,10 +212,10 @@ class Matrices(pa.ExtensionType):
 def test_matrices_are_read_whoever_has_registered_them():
     pa.register_extension_type(Matrices())
     try:
-        source = open_reader(MADE, videos=False)
+        reader = open_reader(MADE, videos=False)
         assert isinstance(pq.read_schema(MADE / "data/chunk-000/file-000.parquet").field(1).type, Matrices)
-        assert source.schema["observation/grid"].shape == (2, 3)
-        assert source.read("1").steps["observation"]["grid"][3].tolist() == [[3, 4, 5], [6, 7, 8]]
+        assert reader.schema["observation/grid"].shape == (2, 3)
+        assert reader.read("1").steps["observation"]["grid"][3].tolist() == [[3, 4, 5], [6, 7, 8]]
     finally:
         pa.unregister_extension_type("datasets.features.features.Array2DExtensionType")
 
@@ -411,8 +411,8 @@ def some_store(tmp_path, *, has_final=False):
 
 def test_a_store_of_our_own_comes_back_the_same(tmp_path):
     path = tmp_path / "own"
-    sink = open_writer(path, fps=50, task="walk", robot_type="biped")
-    report = export_episodes(some_store(tmp_path), sink, reread=lambda: open_reader(path))
+    dataset_writer = open_writer(path, fps=50, task="walk", robot_type="biped")
+    report = export_episodes(some_store(tmp_path), dataset_writer, reread=lambda: open_reader(path))
     assert report.n_verified == 2
     first, second = read_all(open_reader(path))
     assert (first.truncated, second.terminated) == (True, True)
@@ -425,10 +425,10 @@ def test_final_observations_are_refused_and_can_be_left_out(tmp_path):
     store = some_store(tmp_path, has_final=True)
     with pytest.raises(DataError, match=r"field 'observation/state' has a final value.*drop_final=True"):
         export_episodes(store, open_writer(tmp_path / "own", fps=10, task="walk"))
-    sink = open_writer(
+    dataset_writer = open_writer(
         tmp_path / "own", fps=10, task="walk", drop_final=True
     )  # which the refused one does not hinder
-    report = export_episodes(store, sink, reread=lambda: open_reader(tmp_path / "own"))
+    report = export_episodes(store, dataset_writer, reread=lambda: open_reader(tmp_path / "own"))
     assert (report.n_steps, report.n_left_out, report.n_verified) == (8, 0, 2)
     assert [len(e.steps["observation"]["state"]) for e in read_all(open_reader(tmp_path / "own"))] == [3, 5]
 
@@ -464,10 +464,10 @@ def test_fields_that_have_no_place_there_are_refused(tmp_path, fields, problem):
 
 
 def test_episodes_of_other_fields_are_refused(tmp_path):
-    sink = open_writer(tmp_path / "own", fps=10, task="walk")
-    sink.write(Episode("a", {"action": np.zeros(3)}))
+    dataset_writer = open_writer(tmp_path / "own", fps=10, task="walk")
+    dataset_writer.write(Episode("a", {"action": np.zeros(3)}))
     with pytest.raises(DataError, match=r"field 'action': expected .*float64.* got .*float32"):
-        sink.write(Episode("b", {"action": np.zeros(3, np.float32)}))
+        dataset_writer.write(Episode("b", {"action": np.zeros(3, np.float32)}))
 
 
 def numbered(key, n, task="walk"):
@@ -477,24 +477,24 @@ def numbered(key, n, task="walk"):
 def test_files_are_of_a_limited_size(tmp_path, monkeypatch):
     monkeypatch.setattr(lerobot_writer, "_FILE_BYTES", 200)
     monkeypatch.setattr(lerobot_writer, "_FILES_PER_CHUNK", 2)
-    sink = open_writer(tmp_path / "own", fps=10)
+    dataset_writer = open_writer(tmp_path / "own", fps=10)
     for i in range(5):
-        sink.write(numbered(str(i), 10 + i))
-    sink.finish()
+        dataset_writer.write(numbered(str(i), 10 + i))
+    dataset_writer.finish()
     names = sorted(str(p.relative_to(tmp_path / "own/data")) for p in (tmp_path / "own/data").rglob("*.parquet"))
     assert names == [f"chunk-00{i // 2}/file-00{i % 2}.parquet" for i in range(5)]
     assert [len(e.steps["action"]) for e in read_all(open_reader(tmp_path / "own"))] == [10, 11, 12, 13, 14]
 
 
 def test_an_export_that_was_abandoned_is_gone_on_with(tmp_path):
-    sink = open_writer(tmp_path / "own", fps=10)
-    sink.write(numbered("a", 3))
-    sink.suspend()
+    dataset_writer = open_writer(tmp_path / "own", fps=10)
+    dataset_writer.write(numbered("a", 3))
+    dataset_writer.suspend()
     assert not (tmp_path / "own").exists()
-    sink = open_writer(tmp_path / "own", fps=10)
-    assert sink.written_keys() == ["a"]
-    sink.write(numbered("b", 2, "run"))
-    sink.finish()
+    dataset_writer = open_writer(tmp_path / "own", fps=10)
+    assert dataset_writer.written_keys() == ["a"]
+    dataset_writer.write(numbered("b", 2, "run"))
+    dataset_writer.finish()
     found = read_all(open_reader(tmp_path / "own"))
     assert [len(e.steps["action"]) for e in found] == [3, 2]
     assert [e.metadata["task"] for e in found] == ["walk", "run"]
@@ -504,10 +504,10 @@ def test_an_export_that_was_abandoned_is_gone_on_with(tmp_path):
 
 
 def test_a_file_that_a_killed_export_left_open_is_written_again(tmp_path):
-    sink = open_writer(tmp_path / "own", fps=10)
-    sink.write(numbered("a", 3))
-    sink.suspend()
-    sink.write(numbered("b", 5))  # its file is never closed: as if killed here
+    dataset_writer = open_writer(tmp_path / "own", fps=10)
+    dataset_writer.write(numbered("a", 3))
+    dataset_writer.suspend()
+    dataset_writer.write(numbered("b", 5))  # its file is never closed: as if killed here
     again = open_writer(tmp_path / "own", fps=10)
     assert again.written_keys() == ["a"]
     again.write(numbered("b", 2))
@@ -516,12 +516,12 @@ def test_a_file_that_a_killed_export_left_open_is_written_again(tmp_path):
 
 
 def test_a_file_with_a_part_of_an_episode_is_written_again(tmp_path, monkeypatch):
-    sink = open_writer(tmp_path / "own", fps=10)
-    sink.write(numbered("a", 3))
+    dataset_writer = open_writer(tmp_path / "own", fps=10)
+    dataset_writer.write(numbered("a", 3))
     monkeypatch.setattr(pq.ParquetWriter, "write_table", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        sink.write(numbered("b", 2))
-    sink.suspend()
+        dataset_writer.write(numbered("b", 2))
+    dataset_writer.suspend()
     assert open_writer(tmp_path / "own", fps=10).written_keys() == []
 
 

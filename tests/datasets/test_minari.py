@@ -75,8 +75,8 @@ def to_json_value(root, lengths=(4, 2, 3), **options):
     return made(root, [plain_episode(n, rng) for n in lengths], **options)
 
 
-def read_all(source):
-    return [source.read(key) for key in list(source.keys())]
+def read_all(reader):
+    return [reader.read(key) for key in list(reader.keys())]
 
 
 def theirs(name):
@@ -123,17 +123,17 @@ def test_spaces_within_spaces_become_groups(root, kind):
     )
     action_space = spaces.Tuple([spaces.Discrete(5), spaces.Box(0, 1, (2,), np.float32)])
     path = made(root, [episode], observation_space=NESTED, action_space=action_space, data_format=kind)
-    source = open_reader(path)
-    assert {path for path in source.schema if path.startswith("action")} == {"action/0", "action/1"}
-    assert set(source.schema.final_fields) == {
+    reader = open_reader(path)
+    assert {path for path in reader.schema if path.startswith("action")} == {"action/0", "action/1"}
+    assert set(reader.schema.final_fields) == {
         f"observation/{name}" for name in ("bits", "pair/0", "pair/1", "pos")
     }
-    found = source.read(source.keys()[0])
+    found = reader.read(reader.keys()[0])
     assert np.array_equal(found.steps["observation"]["pair"]["1"], observations["pair"][1])
     assert np.array_equal(found.steps["observation"]["bits"], observations["bits"])
     assert np.array_equal(found.steps["action"]["0"], np.arange(n))
     assert (found.terminated, found.truncated) == (False, False)
-    assert import_episodes(source, root / "store").n_verified == 1
+    assert import_episodes(reader, root / "store").n_verified == 1
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -174,11 +174,11 @@ def test_infos_are_fields(root, kind):
     rng = np.random.default_rng(0)
     infos = {"speed": rng.normal(size=(4, 2)), "lives": [3, 3, 2, 1]}
     path = made(root, [plain_episode(3, rng, infos=infos)], data_format=kind)
-    source = open_reader(path)
-    found = source.read(source.keys()[0]).steps["info"]
+    reader = open_reader(path)
+    found = reader.read(reader.keys()[0]).steps["info"]
     assert np.array_equal(found["speed"], infos["speed"])
     assert found["lives"].tolist() == infos["lives"]
-    assert source.schema["info/speed"].final
+    assert reader.schema["info/speed"].final
     assert "info/speed" not in open_reader(path, skip=["info/speed"]).schema
     for skip in (["info", "action"], ["infos", "actions"]):
         assert set(open_reader(path, skip=skip).schema) == {"observation", "reward"}
@@ -216,8 +216,8 @@ def test_images_are_what_minari_decodes(root, kind, is_jpeg, size):
     space = spaces.Box(0, 255, size, np.uint8)
     made(root, [episode], observation_space=space, data_format=kind, jpeg_encoding=is_jpeg)
     expected = theirs("made-v0")[0].observations
-    source = open_reader(root / "made-v0")
-    assert np.array_equal(source.read(source.keys()[0]).steps["observation"], expected)
+    reader = open_reader(root / "made-v0")
+    assert np.array_equal(reader.read(reader.keys()[0]).steps["observation"], expected)
     assert np.array_equal(expected, episode.observations) is not (is_jpeg and size[0] > 31)
 
 
@@ -427,8 +427,8 @@ def some_store(root, **fields):
 
 def test_a_store_of_our_own_gets_the_widest_spaces(root):
     path = root / "group" / "own-v1"
-    sink = open_writer(path, dataset_id="group/own-v1")
-    export_episodes(some_store(root), sink, reread=lambda: open_reader(path))
+    dataset_writer = open_writer(path, dataset_id="group/own-v1")
+    export_episodes(some_store(root), dataset_writer, reread=lambda: open_reader(path))
     dataset = minari.load_dataset("group/own-v1")
     assert dataset.observation_space["image"] == spaces.Box(0, 255, (36, 40, 3), np.uint8)
     assert dataset.observation_space["state"].dtype == np.float32
@@ -445,10 +445,10 @@ def test_metadata_of_a_store_come_back(root):
 
 
 def test_text_that_hdf5_would_cut_off_comes_back(root):
-    sink = open_writer(root / "own-v0")
+    dataset_writer = open_writer(root / "own-v0")
     steps = {"observation": np.zeros((3, 2), np.float32), "action": np.zeros(2, np.int64), "reward": np.zeros(2)}
-    sink.write(Episode("a", steps, terminated=True, metadata={"note": "a\0b", "plain": "c"}))
-    sink.finish()
+    dataset_writer.write(Episode("a", steps, terminated=True, metadata={"note": "a\0b", "plain": "c"}))
+    dataset_writer.finish()
     found = open_reader(root / "own-v0").read("episode_0").metadata
     assert (found["note"], found["plain"]) == ("a\0b", "c")
 
@@ -465,8 +465,10 @@ def test_spaces_and_the_environment_can_be_given(root):
     import gymnasium
 
     spec = gymnasium.spec("CartPole-v1").to_json()
-    sink = open_writer(root / "own-v0", action_space=serialize_space(spaces.Discrete(6)), env_spec=json.loads(spec))
-    export_episodes(some_store(root), sink)
+    dataset_writer = open_writer(
+        root / "own-v0", action_space=serialize_space(spaces.Discrete(6)), env_spec=json.loads(spec)
+    )
+    export_episodes(some_store(root), dataset_writer)
     dataset = minari.load_dataset("own-v0")
     assert dataset.action_space == spaces.Discrete(6)
     assert dataset.env_spec.id == "CartPole-v1"
@@ -479,17 +481,19 @@ def test_metadata_that_hdf5_can_not_hold_are_refused(root):
 
 
 def test_spaces_with_other_parts_than_the_fields_are_refused(root):
-    sink = open_writer(root / "own-v0", observation_space=serialize_space(PLAIN))
+    dataset_writer = open_writer(root / "own-v0", observation_space=serialize_space(PLAIN))
     with pytest.raises(DataError, match="observation_space does not have the same parts"):
-        export_episodes(some_store(root), sink)
+        export_episodes(some_store(root), dataset_writer)
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float16", "float64", "int64"])
 def test_observations_of_every_kind_are_read_by_minari(root, dtype):
     observation = np.ones((4, 2), dtype)
-    sink = open_writer(root / "kinds-v0")
-    sink.write(Episode("a", {"observation": observation, "action": np.zeros((3, 1)), "reward": np.zeros(3)}))
-    sink.finish()
+    dataset_writer = open_writer(root / "kinds-v0")
+    dataset_writer.write(
+        Episode("a", {"observation": observation, "action": np.zeros((3, 1)), "reward": np.zeros(3)})
+    )
+    dataset_writer.finish()
     assert minari.load_dataset("kinds-v0")[0].observations.dtype == dtype
 
 
@@ -511,10 +515,10 @@ def test_an_episode_without_a_final_observation_is_refused(root):
 
 
 def test_the_last_step_of_an_episode_without_a_final_observation_can_be_left_out(root):
-    sink = open_writer(root / "own-v0", drop_last=True)
-    sink.write(episode("a", 3, 3, truncated=True))
-    sink.write(episode("b", 3, 4, truncated=True))
-    sink.finish()
+    dataset_writer = open_writer(root / "own-v0", drop_last=True)
+    dataset_writer.write(episode("a", 3, 3, truncated=True))
+    dataset_writer.write(episode("b", 3, 4, truncated=True))
+    dataset_writer.finish()
     first, second = theirs("own-v0")
     assert first.observations.tolist() == [0, 1, 2]
     assert first.truncations.tolist() == [False, False]
@@ -533,28 +537,28 @@ def test_steps_that_are_left_out_on_purpose_are_counted_and_the_others_verified(
 
 
 def test_an_export_that_was_abandoned_is_gone_on_with(root):
-    sink = open_writer(root / "own-v0")
-    sink.write(episode("a", 3, 4))
-    sink.suspend()
+    dataset_writer = open_writer(root / "own-v0")
+    dataset_writer.write(episode("a", 3, 4))
+    dataset_writer.suspend()
     assert not (root / "own-v0").exists()
-    sink = open_writer(root / "own-v0")
-    assert sink.written_keys() == ["a"]
-    sink.write(episode("b", 2, 3))
-    sink.finish()
+    dataset_writer = open_writer(root / "own-v0")
+    assert dataset_writer.written_keys() == ["a"]
+    dataset_writer.write(episode("b", 2, 3))
+    dataset_writer.finish()
     assert [len(e) for e in theirs("own-v0")] == [3, 2]
     assert sorted(p.name for p in root.iterdir()) == ["own-v0"]
     assert sorted(p.name for p in (root / "own-v0").rglob("*")) == ["data", "main_data.hdf5", "metadata.json"]
 
 
 def test_a_part_that_a_kill_has_left_half_is_written_again(root):
-    sink = open_writer(root / "own-v0")
-    sink.write(episode("a", 3, 4))
+    dataset_writer = open_writer(root / "own-v0")
+    dataset_writer.write(episode("a", 3, 4))
     part = next((root / "own-v0.partial" / "parts").iterdir())
     shutil.copy(part, part.with_name("00000001.hdf5"))
     part.with_name("00000001.hdf5").write_bytes(part.read_bytes()[:1000])
-    sink = open_writer(root / "own-v0")
-    sink.write(episode("b", 2, 3))
-    sink.finish()
+    dataset_writer = open_writer(root / "own-v0")
+    dataset_writer.write(episode("b", 2, 3))
+    dataset_writer.finish()
     assert [len(e) for e in theirs("own-v0")] == [3, 2]
 
 
@@ -564,12 +568,12 @@ def interrupt(*_):
 
 @pytest.mark.parametrize("killed", ["sync_tree", "os.replace"])
 def test_an_export_that_was_killed_at_its_end_is_finished_by_the_next_run(root, monkeypatch, killed):
-    sink = open_writer(root / "own-v0")
-    sink.write(episode("a", 3, 4))
+    dataset_writer = open_writer(root / "own-v0")
+    dataset_writer.write(episode("a", 3, 4))
     with monkeypatch.context() as patch:
         patch.setattr(f"trajstore.datasets.partial_output.{killed}", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            sink.finish()
+            dataset_writer.finish()
     open_writer(root / "own-v0").finish()
     assert [len(e) for e in theirs("own-v0")] == [3]
     assert sorted(p.name for p in root.iterdir()) == ["own-v0"]

@@ -56,8 +56,8 @@ def with_ids(block, ids):
     return block.set(("collector", "traj_ids"), torch.as_tensor(ids))
 
 
-def episodes(source):
-    return [source.read(key) for key in list(source.keys())]
+def episodes(reader):
+    return [reader.read(key) for key in list(reader.keys())]
 
 
 def test_a_dump_becomes_episodes_with_final_observations(tmp_path):
@@ -172,11 +172,11 @@ def test_lanes_may_have_more_room_than_the_storage_was_asked_for(tmp_path):
 def test_next_observations_that_do_not_follow_are_refused_naming_the_step(tmp_path):
     block = rollout([5])
     block["next", "obs"][2] += 1
-    source = open_reader(dump(tmp_path, block))
+    reader = open_reader(dump(tmp_path, block))
     with pytest.raises(
         DataError, match=r"'0': 'next/obs' of step 2 differs from 'obs' of the following step.*keep_next=True"
     ):
-        source.read("0")
+        reader.read("0")
 
 
 def test_next_observations_that_do_not_follow_can_be_kept(tmp_path):
@@ -232,9 +232,9 @@ def test_negative_zero_is_not_zero_and_nan_is_itself(tmp_path):
 def test_bfloat16_is_kept(tmp_path):
     block = rollout([3])
     block["obs"], block["next", "obs"] = block["obs"].bfloat16(), block["next", "obs"].bfloat16()
-    source = open_reader(dump(tmp_path, block))
-    assert source.schema["obs"].dtype == "bfloat16"
-    assert import_episodes(source, tmp_path / "store").n_verified == 1
+    reader = open_reader(dump(tmp_path, block))
+    assert reader.schema["obs"].dtype == "bfloat16"
+    assert import_episodes(reader, tmp_path / "store").n_verified == 1
 
 
 def test_what_is_not_a_tensor_is_refused_and_can_be_left_out(tmp_path):
@@ -258,8 +258,8 @@ def test_no_pickle_is_opened(tmp_path):
     assert (path / "prefetch.pkl").exists()
     opened = []
     sys.addaudithook(lambda event, args: opened.append(str(args[0])) if event == "open" else None)
-    source = open_reader(path)
-    source.read("0")
+    reader = open_reader(path)
+    reader.read("0")
     opened = [name for name in opened if str(path) in name]
     assert opened
     assert not [name for name in opened if name.endswith((".pkl", ".pickle", ".t", ".pt"))]
@@ -452,17 +452,17 @@ def episode(key, n_steps, n_observed, **ends):
 
 
 def test_an_episode_without_a_final_observation_is_refused(tmp_path):
-    sink = open_writer(tmp_path / "dump")
-    sink.write(episode("a", 3, 4))
+    dataset_writer = open_writer(tmp_path / "dump")
+    dataset_writer.write(episode("a", 3, 4))
     with pytest.raises(DataError, match=r"field 'obs' has no final value.*drop_last=True"):
-        sink.write(episode("b", 3, 3))
+        dataset_writer.write(episode("b", 3, 3))
 
 
 def test_the_last_step_of_an_episode_without_a_final_observation_can_be_left_out(tmp_path):
-    sink = open_writer(tmp_path / "dump", observations=["obs"], drop_last=True)
-    sink.write(episode("a", 3, 3, terminated=True))
-    sink.write(episode("b", 3, 4, terminated=True))
-    sink.finish()
+    dataset_writer = open_writer(tmp_path / "dump", observations=["obs"], drop_last=True)
+    dataset_writer.write(episode("a", 3, 3, terminated=True))
+    dataset_writer.write(episode("b", 3, 4, terminated=True))
+    dataset_writer.finish()
     found = episodes(open_reader(tmp_path / "dump"))
     assert [len(e.steps["action"]) for e in found] == [2, 3]
     assert [e.terminated for e in found] == [False, True]
@@ -479,54 +479,56 @@ def test_steps_that_are_left_out_on_purpose_are_counted_and_the_others_verified(
 
 
 def test_a_step_of_which_every_field_has_a_next_value_can_not_be_left_out(tmp_path):
-    sink = open_writer(tmp_path / "dump", observations=["obs", "action"], drop_last=True)
+    dataset_writer = open_writer(tmp_path / "dump", observations=["obs", "action"], drop_last=True)
     with pytest.raises(DataError, match="the number of steps is ambiguous"):
-        sink.write(episode("a", 3, 3))
+        dataset_writer.write(episode("a", 3, 3))
 
 
 def test_an_export_that_was_abandoned_is_gone_on_with(tmp_path):
-    sink = open_writer(tmp_path / "dump")
-    sink.write(episode("a", 3, 4, terminated=True))
-    sink.suspend()
+    dataset_writer = open_writer(tmp_path / "dump")
+    dataset_writer.write(episode("a", 3, 4, terminated=True))
+    dataset_writer.suspend()
     assert not (tmp_path / "dump").exists()
-    sink = open_writer(tmp_path / "dump")
-    assert sink.written_keys() == ["a"]
-    sink.write(episode("b", 2, 3, truncated=True))
-    sink.finish()
+    dataset_writer = open_writer(tmp_path / "dump")
+    assert dataset_writer.written_keys() == ["a"]
+    dataset_writer.write(episode("b", 2, 3, truncated=True))
+    dataset_writer.finish()
     assert [len(e.steps["action"]) for e in episodes(open_reader(tmp_path / "dump"))] == [3, 2]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dump"]
 
 
 def test_what_a_killed_export_wrote_after_its_last_note_is_written_again(tmp_path):
-    sink = open_writer(tmp_path / "dump")
-    sink.write(episode("a", 3, 4, terminated=True))
-    sink.suspend()
-    sink.write(Episode("b", {"obs": np.full(3, 9, np.float32), "action": np.full(2, 9)}))  # no note: as if killed
-    sink = open_writer(tmp_path / "dump")
-    assert sink.written_keys() == ["a"]
-    sink.write(episode("b", 2, 3, truncated=True))
-    sink.finish()
+    dataset_writer = open_writer(tmp_path / "dump")
+    dataset_writer.write(episode("a", 3, 4, terminated=True))
+    dataset_writer.suspend()
+    dataset_writer.write(
+        Episode("b", {"obs": np.full(3, 9, np.float32), "action": np.full(2, 9)})
+    )  # no note: as if killed
+    dataset_writer = open_writer(tmp_path / "dump")
+    assert dataset_writer.written_keys() == ["a"]
+    dataset_writer.write(episode("b", 2, 3, truncated=True))
+    dataset_writer.finish()
     found = episodes(open_reader(tmp_path / "dump"))
     assert [e.steps["action"].tolist() for e in found] == [[0, 1, 2], [0, 1]]
 
 
 def test_a_line_of_the_journal_that_was_torn_does_not_count(tmp_path):
-    sink = open_writer(tmp_path / "dump")
-    sink.write(episode("a", 3, 4, terminated=True))
-    sink.suspend()
+    dataset_writer = open_writer(tmp_path / "dump")
+    dataset_writer.write(episode("a", 3, 4, terminated=True))
+    dataset_writer.suspend()
     with (tmp_path / "dump.journal").open("ab") as journal:
         journal.write(b'{"key": "b", "n_ro')
-    sink = open_writer(tmp_path / "dump")
-    assert sink.written_keys() == ["a"]
-    sink.write(episode("b", 2, 3))
-    sink.suspend()
+    dataset_writer = open_writer(tmp_path / "dump")
+    assert dataset_writer.written_keys() == ["a"]
+    dataset_writer.write(episode("b", 2, 3))
+    dataset_writer.suspend()
     assert open_writer(tmp_path / "dump").written_keys() == ["a", "b"]
 
 
 def test_an_export_is_not_gone_on_with_other_options(tmp_path):
-    sink = open_writer(tmp_path / "dump")
-    sink.write(episode("a", 3, 4))
-    sink.suspend()
+    dataset_writer = open_writer(tmp_path / "dump")
+    dataset_writer.write(episode("a", 3, 4))
+    dataset_writer.suspend()
     both = rf"remove it and {tmp_path / 'dump'}\.journal to start over"
     with pytest.raises(DataError, match=rf"dump\.partial was .*: drop_last was false and is true; .*{both}"):
         open_writer(tmp_path / "dump", drop_last=True)
@@ -545,9 +547,9 @@ def test_what_no_export_has_left_is_not_touched(tmp_path, journal):
 
 def test_an_export_that_was_killed_before_its_first_episode_binds_nobody(tmp_path):
     open_writer(tmp_path / "dump")
-    sink = open_writer(tmp_path / "dump", drop_last=True)
-    sink.write(episode("a", 3, 4))
-    sink.finish()
+    dataset_writer = open_writer(tmp_path / "dump", drop_last=True)
+    dataset_writer.write(episode("a", 3, 4))
+    dataset_writer.finish()
     assert len(episodes(open_reader(tmp_path / "dump"))) == 1
 
 
@@ -561,11 +563,11 @@ def test_a_place_that_is_taken_is_refused(tmp_path):
 
 
 def test_episodes_of_other_fields_are_refused(tmp_path):
-    sink = open_writer(tmp_path / "dump")
-    sink.write(episode("a", 3, 4))
+    dataset_writer = open_writer(tmp_path / "dump")
+    dataset_writer.write(episode("a", 3, 4))
     with pytest.raises(DataError, match=r"'action': expected .*int64.*got .*int32"):
-        sink.write(Episode("b", {"obs": np.zeros(3, np.float32), "action": np.zeros(2, np.int32)}))
+        dataset_writer.write(Episode("b", {"obs": np.zeros(3, np.float32), "action": np.zeros(2, np.int32)}))
     with pytest.raises(SchemaError, match="collector"):
         open_writer(tmp_path / "other").write(Episode("b", {"collector": np.zeros(2)}))
     with pytest.raises(DataError, match="'next/done' has the name"):
-        sink.write(Episode("b", {"next": {"done": np.zeros(2, bool)}}))
+        dataset_writer.write(Episode("b", {"next": {"done": np.zeros(2, bool)}}))
