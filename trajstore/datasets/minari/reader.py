@@ -67,12 +67,12 @@ def _store_path(path: str) -> str:
 
 
 def _open_episodes(place: Path, about: Mapping[str, Any], skip: Collection[str]) -> MinariEpisodes:
-    parts = {head: parse_space(about.get(f"{head}_space"), f"{place}: {head}_space") for head in HEADS}
+    leaves = {head: parse_space(about.get(f"{head}_space"), f"{place}: {head}_space") for head in HEADS}
     kind, is_jpeg = about.get("data_format", "hdf5"), bool(about.get("jpeg_encoding", True))
     if kind == "hdf5":
-        return Hdf5Episodes(place, parts, is_jpeg, skip)
+        return Hdf5Episodes(place, leaves, is_jpeg, skip)
     if kind in ("arrow", "parquet"):
-        return TableEpisodes(place, kind, parts, is_jpeg, skip)
+        return TableEpisodes(place, kind, leaves, is_jpeg, skip)
     raise FormatError(f"{place}: expected data of format hdf5, arrow or parquet, got {kind!r:.80}")
 
 

@@ -26,13 +26,13 @@ class TableEpisodes:
         self,
         place: Path,
         kind: str,
-        parts: Mapping[str, Sequence[SpaceLeaf]],
+        leaves: Mapping[str, Sequence[SpaceLeaf]],
         is_jpeg: bool,
         skip: Collection[str],
     ) -> None:
         self._place = place
         self._kind = kind
-        self._parts = parts
+        self._leaves = leaves
         self._is_jpeg = is_jpeg
         self._skip = skip
 
@@ -40,7 +40,7 @@ class TableEpisodes:
         return sorted((p.name for p in self._place.iterdir() if _EPISODE.match(p.name)), key=int)
 
     def names(self, key: str) -> Iterator[str]:
-        yield from (leaf.path(head) for head in HEADS for leaf in self._parts[head])
+        yield from (leaf.path(head) for head in HEADS for leaf in self._leaves[head])
         yield "reward"
         schema = self._open_files(self._place / key).schema
         if "infos" in schema.names:
@@ -83,7 +83,7 @@ class TableEpisodes:
 
     def _fields(self, batch: Any) -> Iterator[tuple[str, Array]]:
         for head, in_dataset in HEADS.items():
-            for leaf in self._parts[head]:
+            for leaf in self._leaves[head]:
                 path = leaf.path(head)
                 if is_skipped(path, self._skip):
                     continue
