@@ -269,7 +269,7 @@ def test_the_commands_of_the_tutorial_run(ranks: Path, tmp_path: Path) -> None:
     merged, part = str(tmp_path / "merged"), str(tmp_path / "split")
     done = run("rlinf", "merge", "--source-path", str(ranks), "--save-path", merged, "--copy")
     assert done.exit_code == 0, done.output
-    assert "9 trajectories, 108 samples, made and verified" in done.output
+    assert "9 trajectories, 108 samples, created and verified" in done.output
     done = run("rlinf", "split", "--source-path", merged, "--save-path", part, "--split-count", "3", "--copy")
     assert done.exit_code == 0, done.output
     assert first_rewards(Path(part)) == [0, 100, 200]

@@ -1,4 +1,4 @@
-"""The files of a LeRobot dataset that tell what is in it."""
+"""Write the metadata files of a LeRobot dataset."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.datasets.arrow_tables import library
-from trajstore.datasets.lerobot.features import Facts
-from trajstore.datasets.lerobot.layout import (
+from trajstore.datasets.arrow_tables import import_pyarrow
+from trajstore.datasets.lerobot.features import DatasetFacts
+from trajstore.datasets.lerobot.metadata_reader import (
     DATA_PATH,
     END_COLUMN,
     EPISODES_PATH,
     METADATA_COLUMN,
     TASKS_PATH,
 )
-from trajstore.datasets.unfinished import Record
+from trajstore.datasets.partial_output import Record
 
-_INDEX = "__index_level_0__"  # what pandas calls an index without a name
-
-
-def write_meta(place: Path, facts: Facts, episodes: Sequence[Record], files_per_chunk: int) -> None:
-    """Write all of ``meta`` for episodes that are in data files already."""
-    _dump(place / "meta/info.json", _info(facts, episodes, files_per_chunk))
-    _dump(place / "meta/stats.json", facts.statistics())
-    _write(place / TASKS_PATH, _tasks(facts))
-    _write(place / EPISODES_PATH, _episodes(episodes, files_per_chunk))
+_INDEX = "__index_level_0__"  # pandas' name for an unnamed index
 
 
-def _info(facts: Facts, episodes: Sequence[Record], files_per_chunk: int) -> dict[str, Any]:
+def write_meta(place: Path, facts: DatasetFacts, episodes: Sequence[Record], files_per_chunk: int) -> None:
+    """Write all files of ``meta`` for episodes whose data files are complete."""
+    _write_json(place / "meta/info.json", _info(facts, episodes, files_per_chunk))
+    _write_json(place / "meta/stats.json", facts.statistics())
+    _write_table(place / TASKS_PATH, _tasks(facts))
+    _write_table(place / EPISODES_PATH, _episodes(episodes, files_per_chunk))
+
+
+def _info(facts: DatasetFacts, episodes: Sequence[Record], files_per_chunk: int) -> dict[str, Any]:
     return {
         "codebase_version": "v3.0",
         "robot_type": facts.robot_type,
@@ -49,14 +49,14 @@ def _info(facts: Facts, episodes: Sequence[Record], files_per_chunk: int) -> dic
     }
 
 
-def _tasks(facts: Facts) -> Any:
-    """Tasks as the index of a frame: LeRobot looks for them there."""
+def _tasks(facts: DatasetFacts) -> Any:
+    """Return the table of tasks. The text is the index of a pandas data frame, where LeRobot looks for it."""
     columns: list[dict[str, Any]] = [
         {"name": "task_index", "field_name": "task_index", "pandas_type": "int64", "numpy_type": "int64"},
         {"name": None, "field_name": _INDEX, "pandas_type": "unicode", "numpy_type": "object"},
     ]
     about = {"index_columns": [_INDEX], "column_indexes": [], "columns": [{**c, "metadata": None} for c in columns]}
-    table = library().table({"task_index": list(facts.tasks.values()), _INDEX: list(facts.tasks)})
+    table = import_pyarrow().table({"task_index": list(facts.tasks.values()), _INDEX: list(facts.tasks)})
     return table.replace_schema_metadata({"pandas": json.dumps(about)})
 
 
@@ -64,7 +64,7 @@ def _episodes(episodes: Sequence[Record], files_per_chunk: int) -> Any:
     edges = np.cumsum([0, *(record["n_steps"] for record in episodes)])
     files = np.array([record["file"] for record in episodes])
     zeros = np.zeros(len(episodes), np.int64)
-    return library().table(
+    return import_pyarrow().table(
         {
             "episode_index": np.arange(len(episodes)),
             "tasks": [record["tasks"] for record in episodes],
@@ -81,11 +81,11 @@ def _episodes(episodes: Sequence[Record], files_per_chunk: int) -> Any:
     )
 
 
-def _dump(path: Path, about: Any) -> None:
+def _write_json(path: Path, about: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(about, indent=4))
 
 
-def _write(path: Path, table: Any) -> None:
+def _write_table(path: Path, table: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    library("pyarrow.parquet").write_table(table, path)
+    import_pyarrow("pyarrow.parquet").write_table(table, path)

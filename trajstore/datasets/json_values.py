@@ -1,4 +1,4 @@
-"""Values that are no steps, as JSON can hold them: exactly, or not at all."""
+"""Convert metadata values to JSON and back without loss."""
 
 from __future__ import annotations
 
@@ -10,27 +10,41 @@ import numpy as np
 
 from trajstore.errors import DataError
 
-_EXACT = ("bool", "int64", "float64")  # numbers that JSON gives back as they were
+_EXACT_DTYPES = ("bool", "int64", "float64")  # JSON returns these numbers unchanged
 
 
-def plain(what: str, value: Any) -> Any:
-    """Text, numbers, and lists of text as they are; other arrays as their bytes, for `restored`."""
+def to_json_value(what: str, value: Any) -> Any:
+    """Convert text, numbers and arrays to a JSON value that `from_json_value` converts back.
+
+    Text, lists of text and exact numbers stay as they are; other numbers and arrays become their bytes in base64.
+
+    Args:
+        what: Names the value, for messages.
+        value: Text, bytes in UTF-8, a NumPy number or a NumPy array.
+
+    Raises:
+        DataError: JSON cannot hold it.
+    """
     if isinstance(value, (str, bytes)):
-        return _text(what, value)
+        return _to_text(what, value)
     if not isinstance(value, (np.ndarray, np.generic)):
         raise DataError(f"{what}: expected text or numbers, got {value!r:.60}; leave it out with skip")
     if value.dtype.kind in "OSU" and value.ndim <= 1:
-        return [_text(what, item) for item in value.tolist()] if value.ndim else _text(what, value.item())
+        return [_to_text(what, item) for item in value.tolist()] if value.ndim else _to_text(what, value.item())
     if value.dtype.kind not in "biuf":
         raise DataError(f"{what}: expected text or numbers, got {value.dtype}; leave it out with skip")
-    if value.dtype.name in _EXACT and not value.shape and np.isfinite(value):
+    if value.dtype.name in _EXACT_DTYPES and not value.shape and np.isfinite(value):
         return value.item()
     data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
     return {"dtype": value.dtype.str, "shape": list(value.shape), "base64": data}
 
 
-def restored(value: Any) -> Any:
-    """What `plain` was given."""
+def from_json_value(value: Any) -> Any:
+    """Return the value that `to_json_value` converted; other JSON values are returned unchanged.
+
+    Raises:
+        DataError: It looks like an array, but its bytes do not fit its dtype and shape.
+    """
     if not isinstance(value, Mapping) or set(value) != {"dtype", "shape", "base64"}:
         return value
     try:
@@ -40,12 +54,15 @@ def restored(value: Any) -> Any:
         raise DataError(f"metadata: expected the bytes of an array, got {value!r:.100}") from error
 
 
-def mapping(value: Any) -> dict[str, Any]:
-    """Metadata that are a mapping, of which others may have made something else."""
+def as_mapping(value: Any) -> dict[str, Any]:
+    """Return a copy of a mapping, and an empty dict for anything else.
+
+    Users may have stored another value under a name at which an import stores a mapping.
+    """
     return dict(value) if isinstance(value, Mapping) else {}
 
 
-def _text(what: str, value: Any) -> str:
+def _to_text(what: str, value: Any) -> str:
     try:
         return (value if isinstance(value, bytes) else value.encode()).decode()
     except (AttributeError, UnicodeError) as error:

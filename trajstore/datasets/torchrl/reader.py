@@ -1,4 +1,4 @@
-"""Dumps of TorchRL's replay buffers (``rb.dumps``), read from their memory maps; nothing of them is unpickled."""
+"""Read dumps of TorchRL's replay buffers. Nothing in them is unpickled."""
 
 from __future__ import annotations
 
@@ -8,37 +8,42 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trajstore.datasets.fields import field_of, followed
-from trajstore.datasets.ports import Episode
-from trajstore.datasets.torchrl.episodes import ENDS, TRAJECTORY, Run, Trajectories
-from trajstore.datasets.torchrl.storage import OWN_INDEX, Leaf, Ring, load_leaves, load_ring
+from trajstore.datasets.episode_arrays import append_final, make_field
+from trajstore.datasets.interfaces import Episode
+from trajstore.datasets.torchrl.storage import RING_INDEX, Leaf, Ring, load_leaves, load_ring
+from trajstore.datasets.torchrl.trajectories import END_FLAGS, TRAJECTORY_IDS, Run, Trajectories
 from trajstore.errors import DataError, EpisodeNotFoundError
 from trajstore.schema import Field, Schema, nest
 
 
-def open_source(
+def open_reader(
     path: str | os.PathLike[str],
     *,
-    skip: Collection[str] = (OWN_INDEX,),
+    skip: Collection[str] = (RING_INDEX,),
     keep_next: bool = False,
     cursor: int | None = None,
-) -> TorchRLDump:
-    """Open what ``rb.dumps(path)`` wrote.
+) -> TorchRLReader:
+    """Open the result of ``rb.dumps(path)``.
 
     Args:
         path: The directory of the dump.
-        skip: Entries to leave out, by path (``next/obs``), or groups of them. By default what the buffer itself
-            adds to every step, its place in the ring.
-        keep_next: Keep next observations as fields of their own, as they are. Otherwise they must be the
-            observations of the following step, and are stored once.
-        cursor: The place that would be written next, for dumps of writers that do not say.
+        skip: Entries to leave out, by path (``next/obs``), or groups of entries. By default the slot in the ring,
+            which the buffer adds to every step.
+        keep_next: Keep next observations as separate fields. Otherwise they must equal the observations of the
+            following step, and are stored once.
+        cursor: The slot that would be written next, for dumps whose writer does not state it.
+
+    Raises:
+        StoreNotFoundError: A file of the dump does not exist.
+        FormatError: It is not a dump of tensors, or it is damaged.
+        DataError: The dump does not say where episodes end.
     """
     place = Path(path).absolute()
-    return TorchRLDump(place, load_leaves(place / "storage", skip), load_ring(place, cursor), keep_next)
+    return TorchRLReader(place, load_leaves(place / "storage", skip), load_ring(place, cursor), keep_next)
 
 
-class TorchRLDump:
-    """A ring of steps, or of steps of several environments side by side, as episodes."""
+class TorchRLReader:
+    """Reads the episodes of a ring of steps. Several environments may be stored side by side."""
 
     def __init__(self, place: Path, leaves: Mapping[str, Leaf], ring: Ring, keep_next: bool) -> None:
         self._place = place
@@ -49,7 +54,7 @@ class TorchRLDump:
         except DataError as error:
             raise DataError(f"{place}: {error}") from error
         self._observations = {} if keep_next else self._trajectories.pairs
-        self._fields = self._named()
+        self._fields = self._name_fields()
 
     @property
     def display(self) -> str:
@@ -77,11 +82,11 @@ class TorchRLDump:
         return Episode(key, nest(steps), terminated, truncated, self._metadata(runs, terminated and truncated))
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing: the memory maps need no closing."""
 
-    def _named(self) -> dict[str, Leaf]:
-        """What becomes a field, by the name it gets."""
-        known = {*ENDS, *(f"next/{name}" for name in (*ENDS, *self._observations)), *TRAJECTORY}
+    def _name_fields(self) -> dict[str, Leaf]:
+        """Return the entries that become fields, by path in the store."""
+        known = {*END_FLAGS, *(f"next/{name}" for name in (*END_FLAGS, *self._observations)), *TRAJECTORY_IDS}
         kept = {path: leaf for path, leaf in self._leaves.items() if path not in known}
         if "reward" not in kept and "next/reward" in kept:
             kept["reward"] = kept.pop("next/reward")
@@ -90,13 +95,13 @@ class TorchRLDump:
     def _values(self, name: str, leaf: Leaf, runs: Sequence[Run]) -> Any:
         rows = self._trajectories.rows(leaf, runs)
         if name in self._observations:
-            _, later = self._observations[name]
-            rows = followed(name, rows, later.path, self._trajectories.rows(later, runs))
-        return leaf.given(rows[:, 0] if _is_column(name, leaf) else rows)
+            _, next_leaf = self._observations[name]
+            rows = append_final(name, rows, next_leaf.path, self._trajectories.rows(next_leaf, runs))
+        return leaf.with_dtype(rows[:, 0] if _is_reward_column(name, leaf) else rows)
 
     def _check_starts(self, runs: Sequence[Run]) -> None:
-        """In TorchRL's data, flags at the root say that nothing ended before a step; others would be lost."""
-        for name in ENDS:
+        """Refuse set end flags at the root. They say that an episode ended before a step, and would be lost."""
+        for name in END_FLAGS:
             if name in self._leaves and self._trajectories.rows(self._leaves[name], runs).any():
                 raise DataError(f"'{name}' is set at the start of a step; leave it out with skip=['{name}']")
 
@@ -107,26 +112,26 @@ class TorchRLDump:
         terminated = flags.get("terminated", flags.get("done", False) and not truncated)
         if flags.get("done") and not (terminated or truncated):
             raise DataError(
-                "'next/done' is set at its last step, but neither 'next/terminated' nor 'next/truncated'"
+                "'next/done' is set at the last step, but neither 'next/terminated' nor 'next/truncated' is"
             )
         return terminated, truncated
 
     def _metadata(self, runs: Sequence[Run], is_both: bool) -> dict[str, Any]:
-        about: dict[str, Any] = {"truncated": True} if is_both else {}  # of both, a store keeps terminated
+        metadata: dict[str, Any] = {"truncated": True} if is_both else {}  # a store records terminated
         if self._ring.n_lanes > 1:
-            about["lane"] = runs[0].lane
-        number = self._trajectories.number(runs[0])
-        if number is not None:
-            about["traj_id"] = number
+            metadata["lane"] = runs[0].lane
+        trajectory_id = self._trajectories.trajectory_id(runs[0])
+        if trajectory_id is not None:
+            metadata["traj_id"] = trajectory_id
         if self._trajectories.may_lack_start(runs):
-            about["headless"] = True
-        return about
+            metadata["headless"] = True
+        return metadata
 
 
 def _field(leaf: Leaf, name: str, is_final: bool) -> Field:
-    return field_of(leaf.path, leaf.dtype, () if _is_column(name, leaf) else leaf.shape, final=is_final)
+    return make_field(leaf.path, leaf.dtype, () if _is_reward_column(name, leaf) else leaf.shape, final=is_final)
 
 
-def _is_column(name: str, leaf: Leaf) -> bool:
-    """Whether it is the reward, which has an axis of its own there."""
+def _is_reward_column(name: str, leaf: Leaf) -> bool:
+    """Return whether an entry is the reward, which has an extra axis of length 1 in TorchRL."""
     return name == "reward" and leaf.path == "next/reward" and leaf.shape == (1,)

@@ -1,4 +1,4 @@
-"""What a LeRobot dataset of version 3 says of itself: features, files, episodes and tasks."""
+"""Read the metadata of a LeRobot dataset of version 3: features, file paths, episodes and tasks."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trajstore.datasets.arrow_tables import library, open_parquet, rows_of
-from trajstore.datasets.fields import check_skip, is_skipped
-from trajstore.datasets.json_files import load_object
+from trajstore.datasets.arrow_tables import column_rows, import_pyarrow, open_parquet
+from trajstore.datasets.json_files import load_json_object
+from trajstore.datasets.skip_names import check_skip, is_skipped
 from trajstore.errors import FormatError
 from trajstore.schema import Array, check_name
 
-# Numbers of rows that follow from where a row stands.
-BOOKKEEPING = ("episode_index", "frame_index", "index")
+# Columns that follow from a row's position; checked, not stored.
+INDEX_COLUMNS = ("episode_index", "frame_index", "index")
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-000/file-000.parquet"
 TASKS_PATH = "meta/tasks.parquet"
-# Columns of ours in the table of episodes.
+# Columns that trajstore adds to the table of episodes.
 END_COLUMN, METADATA_COLUMN = "trajstore/end", "trajstore/metadata"
-# Of a feature, an entry of ours: its single values have an axis, which LeRobot does not tell from none.
-COLUMN_KEY = "trajstore_has_axis"
-_FORMAT = re.compile(r"(0?[1-9]d)?\Z")  # others may be as wide as memory
+# Entry that trajstore adds to a feature: its shape is (1,). LeRobot writes () and (1,) the same way.
+HAS_AXIS_KEY = "trajstore_has_axis"
+_NUMBER_FORMAT = re.compile(r"(0?[1-9]d)?\Z")  # a larger width could fill the memory
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """One feature.
+    """One feature of the dataset.
 
     Attributes:
-        name: What it is called there, with dots.
-        kind: ``image`` or ``video``; otherwise the name of its dtype.
-        shape: Of one value; of images height, width and channels.
+        name: Its name in the dataset, with dots.
+        kind: ``image``, ``video``, or the name of its dtype.
+        shape: Shape of one value; for images height, width, channels.
     """
 
     name: str
@@ -44,13 +44,20 @@ class Feature:
 
     @property
     def path(self) -> str:
-        """Of our field."""
-        return path_of(self.name)
+        """Path of the field in the store."""
+        return field_path(self.name)
 
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """``meta/info.json``."""
+    """The contents of ``meta/info.json``.
+
+    Attributes:
+        root: Directory of the dataset.
+        fps: Steps per second.
+        features: All features except the index columns.
+        about: The whole file, as parsed.
+    """
 
     root: Path
     fps: float
@@ -59,21 +66,23 @@ class Info:
 
     @staticmethod
     def load(root: Path) -> Info:
-        """Read it, trusting nothing in it.
+        """Read and check the file.
 
         Raises:
-            FormatError: It is of another version, or malformed.
+            FormatError: It has another version, or is malformed.
         """
-        about = load_object(root / "meta" / "info.json")
+        about = load_json_object(root / "meta" / "info.json")
         version = about.get("codebase_version")
         if not isinstance(version, str) or not version.startswith("v3."):
-            raise FormatError(f"{root}: expected a LeRobot dataset of version v3, got {version!r:.80}; convert it")
+            raise FormatError(
+                f"{root}: expected a LeRobot dataset of version v3, got {version!r:.80}; convert it first"
+            )
         fps, features = about.get("fps"), about.get("features")
         if not isinstance(fps, (int, float)) or not fps > 0 or not isinstance(features, dict):
             raise FormatError(
                 f"{root}/meta/info.json: expected fps and features, got {fps!r:.80}, {features!r:.80}"
             )
-        found = tuple(_feature(root, name, f) for name, f in features.items() if name not in BOOKKEEPING)
+        found = tuple(_feature(root, name, f) for name, f in features.items() if name not in INDEX_COLUMNS)
         return Info(root, float(fps), found, about)
 
     def data_file(self, chunk: int, file: int) -> Path:
@@ -84,27 +93,28 @@ class Info:
 
     def _file(self, name: str, default: str, **values: Any) -> Path:
         template = self.about.get(name) or default
-        path = PurePosixPath(template.format(**values)) if _is_plain(template, values) else None
+        path = PurePosixPath(template.format(**values)) if _is_safe_template(template, values) else None
         if path is None or path.is_absolute() or ".." in path.parts:
             raise FormatError(
-                f"{self.root}/meta/info.json: {name}: expected a path below it, such as {default},"
+                f"{self.root}/meta/info.json: {name}: expected a relative path without '..', such as {default},"
                 f" got {template!r:.200}"
             )
         return self.root / path
 
 
-def _is_plain(template: object, values: Mapping[str, Any]) -> bool:
-    """Whether a template has none but known values, written as they are or as numbers of a few digits."""
+def _is_safe_template(template: object, values: Mapping[str, Any]) -> bool:
+    """Return whether a template only has known values, each as it is or as a number of a few digits."""
     try:
         parts = [part[1:] for part in string.Formatter().parse(str(template)) if part[1] is not None]
     except ValueError:
         return False
     return isinstance(template, str) and all(
-        name in values and _FORMAT.match(form or "") and conversion is None for name, form, conversion in parts
+        name in values and _NUMBER_FORMAT.match(form or "") and conversion is None
+        for name, form, conversion in parts
     )
 
 
-def path_of(name: str) -> str:
+def field_path(name: str) -> str:
     return name.replace(".", "/")
 
 
@@ -115,19 +125,19 @@ def _feature(root: Path, name: str, about: Any) -> Feature:
     kind = str(about.get("dtype"))
     if kind in ("image", "video"):
         shape = _with_channels_last(shape, about.get("names"))
-    return Feature(name, kind, () if shape == [1] and about.get(COLUMN_KEY) is not True else tuple(shape))
+    return Feature(name, kind, () if shape == [1] and about.get(HAS_AXIS_KEY) is not True else tuple(shape))
 
 
 def _with_channels_last(shape: list[int], names: Any) -> list[int]:
-    """Images are stored so, whatever the order that the dataset states."""
+    """Return the shape in the order in which images are stored, whatever order the dataset states."""
     first = names[0] if isinstance(names, list) and names else "channel" if shape[-1] > 4 >= shape[0] else "height"
     return [*shape[1:], shape[0]] if len(shape) == 3 and str(first).startswith("channel") else shape
 
 
-def chosen(info: Info, skip: Collection[str], *, videos: bool) -> list[Feature]:
-    """Features that become fields; ``skip`` may name them with dots."""
-    check_skip(str(info.root), skip, (feature.name for feature in info.features), path_of)
-    paths = [path_of(name) for name in skip]
+def select_features(info: Info, skip: Collection[str], *, videos: bool) -> list[Feature]:
+    """Return the features that become fields. ``skip`` may spell groups with dots or slashes."""
+    check_skip(str(info.root), skip, (feature.name for feature in info.features), field_path)
+    paths = [field_path(name) for name in skip]
     kept = [f for f in info.features if not is_skipped(f.path, paths) and (videos or f.kind != "video")]
     for feature in kept:
         for part in feature.path.split("/"):
@@ -135,11 +145,18 @@ def chosen(info: Info, skip: Collection[str], *, videos: bool) -> list[Feature]:
     return kept
 
 
-class Episodes:
-    """``meta/episodes``: where the rows and the frames of each episode are."""
+class EpisodeLocations:
+    """The table ``meta/episodes``: where the rows and video frames of each episode are.
+
+    Attributes:
+        start: First row of each episode, counted over the whole dataset.
+        stop: Row after the last one of each episode.
+        chunk: Number of the directory of each episode's data file.
+        file: Number of each episode's data file.
+    """
 
     def __init__(self, info: Info) -> None:
-        pa = library()
+        pa = import_pyarrow()
         files = sorted((info.root / "meta" / "episodes").glob("*/*.parquet"))
         opened = [open_parquet(file) for file in files]
         if not opened:
@@ -158,21 +175,21 @@ class Episodes:
     def column(self, name: str) -> Array:
         if name not in self._columns:
             if name not in self._table.column_names:
-                raise FormatError(f"{self._root}/meta/episodes: expected a column '{name}', which is not there")
+                raise FormatError(f"{self._root}/meta/episodes: the column '{name}' is missing")
             what = f"{self._root}/meta/episodes: '{name}'"
-            self._columns[name] = rows_of(what, self._table.column(name), ())
+            self._columns[name] = column_rows(what, self._table.column(name), ())
         return self._columns[name]
 
-    def others(self, i: int) -> dict[str, Any]:
-        """What else the table says of an episode."""
-        known = (*BOOKKEEPING, "length", "dataset_from_index", "dataset_to_index", "tasks")
+    def other_columns(self, i: int) -> dict[str, Any]:
+        """Return the metadata of an episode: the columns that do not describe its location."""
+        known = (*INDEX_COLUMNS, "length", "dataset_from_index", "dataset_to_index", "tasks")
         row = self._table.slice(i, 1).to_pylist()[0]
         return {k: v for k, v in row.items() if k not in known and not k.startswith(("data/", "videos/", "meta/"))}
 
     def file_start(self, i: int) -> int:
-        """The number of the first row in the file that holds an episode."""
-        is_there = (self.chunk == self.chunk[i]) & (self.file == self.file[i])
-        return int(self.start[is_there].min())
+        """Return the first row, counted over the whole dataset, of the file that holds an episode."""
+        is_in_file = (self.chunk == self.chunk[i]) & (self.file == self.file[i])
+        return int(self.start[is_in_file].min())
 
     def _check(self, info: Info) -> None:
         numbers, n = self.column("episode_index"), info.about.get("total_episodes")
@@ -182,15 +199,19 @@ class Episodes:
                 f" {numbers[:5].tolist()}...; was the dataset finalized?"
             )
         if (self.stop - self.start != self.column("length")).any() or (self.stop <= self.start).any():
-            raise FormatError(f"{self._root}/meta/episodes: lengths do not fit where episodes begin and end")
+            raise FormatError(
+                f"{self._root}/meta/episodes: the lengths differ from dataset_to_index - dataset_from_index"
+            )
 
 
 def load_tasks(root: Path) -> dict[int, str]:
-    """Tasks by their numbers."""
+    """Return the tasks by number."""
     table = open_parquet(root / TASKS_PATH).read()
-    numbers = rows_of(f"{root}/{TASKS_PATH}: 'task_index'", table.column("task_index"), ())
-    texts = [name for name in table.column_names if library().types.is_string(table.schema.field(name).type)]
-    texts += [name for name in table.column_names if library().types.is_large_string(table.schema.field(name).type)]
+    numbers = column_rows(f"{root}/{TASKS_PATH}: 'task_index'", table.column("task_index"), ())
+    texts = [name for name in table.column_names if import_pyarrow().types.is_string(table.schema.field(name).type)]
+    texts += [
+        name for name in table.column_names if import_pyarrow().types.is_large_string(table.schema.field(name).type)
+    ]
     if len(texts) != 1:
         raise FormatError(f"{root}/{TASKS_PATH}: expected one column of text, got {table.column_names}")
     return dict(zip(numbers.tolist(), table.column(texts[0]).to_pylist(), strict=True))
