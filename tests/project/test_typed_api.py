@@ -31,7 +31,27 @@ MIXTURE = "mixture: trajstore.Mixture, windows: trajstore.Windows"
 STORE = "store: trajstore.Store, windows: trajstore.Windows"
 INDEX = "reader: trajstore.Reader, index: torch.Tensor, values: torch.Tensor"
 
+BUFFER = "buffer: trajstore.ReplayBuffer"
+
 CASES = {
+    # ReplayBuffer
+    "buffer": Case(
+        "", "trajstore.ReplayBuffer('memory://x', capacity=5, sample=trajstore.Windows(length=2))", None
+    ),
+    "buffer, misspelt": Case("", "trajstore.ReplayBuffer('memory://x', capcity=5)", "call-arg"),
+    "buffer, wrong type": Case("", "trajstore.ReplayBuffer('memory://x', capacity='5')", "arg-type"),
+    "resume": Case("", "trajstore.ReplayBuffer.resume('memory://x', 'latest', rank=0, cache_bytes='1GB')", None),
+    "resume, misspelt": Case("", "trajstore.ReplayBuffer.resume('memory://x', cach_bytes='1GB')", "call-arg"),
+    "resume, wrong type": Case("", "trajstore.ReplayBuffer.resume('memory://x', seed='0')", "arg-type"),
+    "rejoin, misspelt": Case(
+        "", "trajstore.ReplayBuffer.rejoin('memory://x', rank=0, world_size=2, capcity=1)", "call-arg"
+    ),
+    "buffer.sample": Case(BUFFER, "buffer.sample(8, recent_steps=10)['observation']", None),
+    "buffer.sample, misspelt": Case(BUFFER, "buffer.sample(8, recent_step=10)", "call-arg"),
+    "buffer.batches, misspelt": Case(BUFFER, "buffer.batches(8, prefech=2)", "call-arg"),
+    "buffer.epoch, misspelt": Case(BUFFER, "buffer.epoch(8, shufle=True)", "call-arg"),
+    "buffer.set_priorities, misspelt": Case(BUFFER, "buffer.set_priorities(alhpa=0.5)", "call-arg"),
+    "buffer.append, misspelt": Case(BUFFER, "buffer.append({}, terminate=True)", "call-arg"),
     # Reader
     "reader": Case(STORE, "trajstore.Reader(store, cache_bytes='1GiB', seed=3)", None),
     "reader, misspelt": Case(STORE, "trajstore.Reader(store, cache_byte='1GiB')", "call-arg"),

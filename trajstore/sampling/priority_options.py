@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 Normalize = Literal["batch", "buffer"]
 Duplicates = Literal["last", "max"]
@@ -21,6 +21,23 @@ class Unchanged(Enum):
 
 
 UNCHANGED = Unchanged.UNCHANGED  # the default of keywords that keep an option as it is
+
+
+class PriorityChanges(TypedDict, total=False):
+    """Options of `Priorities` by name; those that are left out stay as they are."""
+
+    alpha: float
+    beta: float | Callable[[int], float]
+    eps: float
+    initial: Literal["max"] | float
+    over: Over | float
+    normalize: Normalize
+    duplicates: Duplicates
+    kind: Kind
+    rank_every: int
+    stratified: bool
+    uniform: float
+    max_uses: int | None
 
 
 @dataclass(frozen=True, slots=True)
