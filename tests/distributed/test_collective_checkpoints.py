@@ -241,10 +241,10 @@ def test_a_request_with_a_dead_rank_publishes_nothing_and_names_it(team: Open, k
 
 
 def _is_dead(buffer: ReplayBuffer) -> bool:
-    """Its attendant has met the death, or hears of nothing in the store that could kill it."""
-    attendant = buffer.session.schedule._requests
-    assert attendant is not None
-    return attendant._is_over or attendant._world.board.__class__.__name__ == "TorchNotes"
+    """Its thread that checks for requests has ended, or reads nothing from the store that could end it."""
+    requests = buffer.session.schedule._requests
+    assert requests is not None
+    return requests._has_ended or requests._group.notes.__class__.__name__ == "TorchNotes"
 
 
 @RANKS
@@ -260,9 +260,9 @@ def test_a_request_with_a_rank_that_is_stuck_publishes_nothing_and_the_next_one_
             one.buffers[(k + 1) % N].request_checkpoint("asked", wait=True, timeout_s=HANG_S if k else 1.5)
         assert [c.id for c in published(one.url)] == [base]
     for buffer in one.buffers:
-        attendant = buffer.session.schedule._requests
-        assert attendant is not None
-        eventually(lambda attendant=attendant: attendant._done)  # the failed one has come to its end everywhere
+        requests = buffer.session.schedule._requests
+        assert requests is not None
+        eventually(lambda requests=requests: requests._concluded)  # the failed one has come to its end everywhere
         _forget(buffer)
     one.set_timeout(2.0)
     one.fill()
@@ -920,7 +920,7 @@ def test_all_ranks_close_while_requests_are_under_way(team: Open) -> None:
 @pytest.mark.parametrize("k", [0, 1])
 def test_closing_with_a_failure_that_nobody_has_seen_ends_all_threads(team: Open, k: int) -> None:
     one = team(2)
-    assert "trajstore-attend" in {thread.name for thread in buffer_threads()}
+    assert "trajstore-checkpoint-requests" in {thread.name for thread in buffer_threads()}
     one.fill()
     one.plan(k, Broken("checkpoints/"))
     all_well(2, lambda rank: one.buffers[rank].save_checkpoint("a"))
@@ -934,8 +934,8 @@ def test_closing_with_a_failure_that_nobody_has_seen_ends_all_threads(team: Open
 
 def _threads_of(team: Team) -> list[str]:
     """Threads that buffers have not ended."""
-    attendants = [buffer.session.schedule._requests for buffer in team.buffers]
-    return [a._thread.name for a in attendants if a is not None and a._thread.is_alive()]
+    requests = [buffer.session.schedule._requests for buffer in team.buffers]
+    return [r._thread.name for r in requests if r is not None and r._thread.is_alive()]
 
 
 def test_closing_makes_checkpoints_in_the_background_durable_first(team: Open) -> None:

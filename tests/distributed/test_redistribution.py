@@ -59,7 +59,7 @@ from trajstore import (
     redistribute,
 )
 from trajstore.cli.app import app
-from trajstore.distributed.partitions import CAUSES
+from trajstore.distributed.incomplete_episodes import CAUSES
 from trajstore.replay import buffer as replay
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Array

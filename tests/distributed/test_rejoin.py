@@ -145,7 +145,7 @@ def test_storage_is_freed_behind_a_rank_that_came_back(url: str, ranks: list[Rep
 
 
 def test_who_never_was_there_can_not_come_back(url: str, ranks: list[ReplayBuffer]) -> None:
-    with pytest.raises(RankError, match="no world of 3 ranks that rank 2 has been in"):
+    with pytest.raises(RankError, match="no world of 3 ranks that rank 2 has joined through the store"):
         ReplayBuffer.rejoin(url, rank=2, world_size=3)
     with pytest.raises(RankError, match="no world 'world-none'"):
         ReplayBuffer.rejoin(url, rank=1, world_size=2, world="world-none")
