@@ -164,7 +164,7 @@ class HoldFirstPut(Plan):
     def before(self, call: Call) -> None:
         if call.action == "put" and not self.is_held.is_set():
             self.is_held.set()
-            self.gate.wait(2)  # whoever lets others wait for the first put never opens it
+            self.gate.wait(2)  # code that makes others wait for the first put never opens it
 
 
 def test_notes_that_threads_of_a_rank_post_at_the_same_time_are_all_kept(store: str) -> None:
@@ -248,7 +248,7 @@ def test_the_order_of_arrival_does_not_matter(store: str, order: tuple[int, ...]
 
 
 LEFTOVERS: dict[str, list[tuple[int, ...]]] = {
-    "nobody but the place": [()],
+    "no rank came": [()],
     "rank 0 came": [(0,)],
     "rank 1 came": [(1,)],
     "rank 1 died": [(0, 2)],
@@ -259,7 +259,7 @@ LEFTOVERS: dict[str, list[tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("left", list(LEFTOVERS.values()), ids=list(LEFTOVERS))
 @pytest.mark.parametrize("first", [0, 2])
-def test_what_earlier_launches_left_behind_holds_nobody_up(
+def test_ranks_do_not_wait_in_the_worlds_of_earlier_launches(
     store: str, left: list[tuple[int, ...]], first: int
 ) -> None:
     old = [dead_world(store, 3, *ranks, age_s=100 - i) for i, ranks in enumerate(left)]
@@ -272,7 +272,7 @@ def test_what_earlier_launches_left_behind_holds_nobody_up(
     assert groups[0].id not in old
 
 
-def test_what_a_launch_left_whose_clock_was_ahead_holds_nobody_up(store: str) -> None:
+def test_ranks_do_not_wait_in_the_world_of_a_launch_whose_clock_was_ahead(store: str) -> None:
     dead_world(store, 2, 0, age_s=-3600.0)
     groups = outcomes(2, lambda rank: joined(store, rank, 2, timeout_s=3.0))
     assert all(isinstance(group, RankGroup) for group in groups.values()), groups
@@ -290,7 +290,7 @@ def test_a_relaunch_right_after_a_crash_works(team: Open) -> None:
     assert published(first.url)[-1].parent == published(first.url)[0].id
 
 
-def test_a_world_that_is_complete_takes_nobody_else(team: Open) -> None:
+def test_a_complete_world_accepts_no_further_process(team: Open) -> None:
     one = team(2)
     with pytest.raises(RankTimeoutError, match=r"complete|another process of rank 1"):
         joined(one.url, 1, 2, timeout_s=SHORT_S)
@@ -298,7 +298,7 @@ def test_a_world_that_is_complete_takes_nobody_else(team: Open) -> None:
     one.saved("a")
 
 
-def test_a_rank_1_that_is_there_twice_is_told_so(store: str) -> None:
+def test_a_second_process_of_rank_1_is_named_in_the_error(store: str) -> None:
     calls = {0: 0, 1: 1, 2: 1}
     begun = begin([1, 2], lambda i: joined(store, calls[i], 2, timeout_s=2.0))
     time.sleep(0.1)
@@ -312,7 +312,7 @@ def test_a_rank_1_that_is_there_twice_is_told_so(store: str) -> None:
     assert any(word in str(failed[0]) for word in ("another process", "complete"))
 
 
-def test_a_rank_0_that_is_there_twice_is_told_so(store: str) -> None:
+def test_a_second_process_of_rank_0_is_named_in_the_error(store: str) -> None:
     begun = begin([0], lambda _: joined(store, 0, 2, timeout_s=1.0))
     time.sleep(0.1)
     begun |= begin([10], lambda _: joined(store, 0, 2, timeout_s=1.0))
@@ -339,7 +339,7 @@ def test_a_rank_that_does_not_come_is_named_to_all_others(store: str, missing: i
     assert_usable(store, 3)
 
 
-def test_ranks_with_another_world_size_are_told_so(store: str) -> None:
+def test_another_world_size_is_named_in_the_error(store: str) -> None:
     before = buffer_threads()
     failed = outcomes(2, lambda rank: opened(store, rank, 2 + rank, rank_timeout_s=SHORT_S))
     assert isinstance(failed[0], RankTimeoutError)
@@ -355,7 +355,7 @@ def test_ranks_with_another_world_size_are_told_so(store: str) -> None:
     ("name", "values"), [("seed", [1, 2]), ("share", ["partition", "whole"])], ids=["seed", "share"]
 )
 @pytest.mark.parametrize("through", ["store", "torch"])
-def test_ranks_that_differ_are_told_which_and_in_what(
+def test_ranks_that_differ_get_an_error_that_names_the_rank_and_the_option(
     store: str, name: str, values: list[Any], through: str
 ) -> None:
     before = buffer_threads()
@@ -381,7 +381,7 @@ def _failing(through: str, n: int, make: Callable[[int], Any]) -> dict[int, Any]
         return outcomes(n, make)
 
 
-def test_ranks_with_another_schema_are_told_the_field(url: str) -> None:
+def test_ranks_with_another_schema_get_an_error_that_names_the_field(url: str) -> None:
     before = buffer_threads()
     schemas = [SCHEMA, Schema({"x": Field("int32"), "reward": Field("float32")})]
     failed = outcomes(2, lambda rank: opened(url, rank, 2, rank_timeout_s=SHORT_S, schema=schemas[rank]))
@@ -394,7 +394,7 @@ def test_ranks_with_another_schema_are_told_the_field(url: str) -> None:
 
 
 @pytest.mark.parametrize("through", ["store", "torch"])
-def test_ranks_that_go_on_from_different_checkpoints_are_told_so(team: Open, through: str) -> None:
+def test_ranks_that_continue_different_checkpoints_get_an_error_that_names_them(team: Open, through: str) -> None:
     one = team(2)
     one.fill()
     ids = [one.saved(name) for name in "ab"]
@@ -414,7 +414,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_told_so(team: Open, thr
     assert {buffer.n_steps for buffer in again.buffers} == {5}
 
 
-def test_ranks_of_different_stores_are_told_so(tmp_path: Path) -> None:
+def test_ranks_of_different_stores_get_an_error(tmp_path: Path) -> None:
     urls = [str(tmp_path / name) for name in "ab"]
     before = buffer_threads()
     failed = outcomes(2, lambda rank: opened(urls[rank], rank, 2, rank_timeout_s=SHORT_S))
@@ -725,8 +725,8 @@ def test_credentials_are_never_in_what_ranks_tell_each_other(new_place: Callable
         assert secret.encode() not in text
 
 
-def test_a_request_from_outside_goes_to_the_ranks_that_are_there(team: Open) -> None:
-    """A launch that failed since has left a world that is newer, and nobody in it."""
+def test_a_request_from_outside_goes_to_the_ranks_that_run(team: Open) -> None:
+    """A launch that failed since has left a newer world, which no rank has joined."""
     one = team(2)
     one.fill()
     outcomes([0], lambda _: joined(one.url, 0, 2, timeout_s=SHORT_S))
@@ -737,12 +737,12 @@ def test_a_request_from_outside_goes_to_the_ranks_that_are_there(team: Open) -> 
     assert [checkpoint.name for checkpoint in published(one.url)] == ["outside"]
 
 
-def test_a_request_from_outside_of_nobody_says_what_is_needed(store: str) -> None:
+def test_a_request_that_no_session_checks_for_is_an_error_that_says_what_is_needed(store: str) -> None:
     with pytest.raises(trajstore.DataError, match="attend_s"):
         trajstore.request_checkpoint(store)
 
 
-def test_what_another_number_of_ranks_wrote_is_not_gone_on_with_but_resumed(team: Open) -> None:
+def test_a_store_of_another_number_of_ranks_is_refused_but_can_be_resumed(team: Open) -> None:
     one = team(2)
     one.fill()
     one.saved("a")

@@ -154,7 +154,7 @@ def test_who_never_was_there_can_not_come_back(url: str, ranks: list[ReplayBuffe
 
 
 @pytest.mark.s3
-def test_ranks_on_s3_save_together_and_another_number_of_them_goes_on(new_place: Callable[[str], Place]) -> None:
+def test_ranks_on_s3_save_together_and_another_number_of_them_continues(new_place: Callable[[str], Place]) -> None:
     place = new_place("s3")
     options = {**OPTIONS, **place.kwargs}
     buffers = on_all(2, lambda r: ReplayBuffer(place.url, schema=SCHEMA, rank=r, world_size=2, **options))

@@ -189,7 +189,7 @@ class _CheckpointEpisodes:
 
 def _recorded_columns(snapshot: Snapshot, held: Mapping[str, Array]) -> dict[str, Array]:
     """What the streams say of held episodes: length, end, and who recorded them."""
-    # Not finished: so episodes without an end read as open, and are told from those that a writer has cut.
+    # Not finished: so episodes without an end read as open, and not as cut by their writer.
     parts = [replace(part, is_finished=False) for part in snapshot.parts()]
     joined = join_spans_by_episode(span_table(parts, None))
     spans, last = joined.columns, joined.last

@@ -103,6 +103,11 @@ class Reader:
         """The random numbers of the draws; checkpoints keep its position."""
         return self._rng
 
+    @property
+    def priority_sampler(self) -> PrioritySampler | None:
+        """Draws by priority, for code that extends trajstore; None without priorities. Not a stable interface."""
+        return self._priorities
+
     def refresh(self) -> None:
         """Show what has been committed meanwhile; costs what is new and what is open."""
         with self._source.lock:
