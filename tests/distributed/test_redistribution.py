@@ -60,7 +60,7 @@ from trajstore import (
 )
 from trajstore.cli.app import app
 from trajstore.distributed.incomplete_episodes import CAUSES
-from trajstore.replay import buffer as replay
+from trajstore.replay import eviction
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Array
 from trajstore.store import checkpoints
@@ -1144,7 +1144,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that buffers take arrivals to come at; a list of one number."""
     now = [1e9]
     own = SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic, sleep=time.sleep)
-    monkeypatch.setattr(replay, "time", own)
+    monkeypatch.setattr(eviction, "time", own)
     return now
 
 
