@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from trajstore.arguments import check_positive
-from trajstore.distributed.partitions import PartitionReport, Policy
+from trajstore.distributed.partition_report import PartitionReport
+from trajstore.distributed.partitions import Policy
 from trajstore.distributed.redistribution import plan_partitions
 from trajstore.format.handles import EpisodeKey
 from trajstore.replay.append_methods import AppendMethods
