@@ -95,7 +95,7 @@ def test_a_batch_adds_one_step_to_each_listed_row_and_rows_fill_by_themselves(ma
 @pytest.mark.parametrize(
     ("env_ids", "says"),
     [
-        ([1, 1], "expected each row once, got"),
+        ([1, 1], "expected each environment once, got"),
         ([0, 4], "expected 0 to 3, got 0 to 4"),
         ([0.5, 1.0], "some integers"),
     ],
@@ -163,7 +163,7 @@ def test_rows_are_rings_whatever_is_added(
     batches: list[dict[int, int]], max_length: int, length: int, prioritised: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alf_buffer, "_LEAST_SWEEP", 5)
+        patch.setattr(alf_buffer, "_MIN_EVICTION", 5)
         buffer = ReplayBuffer(None, 3, max_length, prioritized_sampling=prioritised, **OPTIONS)
         model = Model(3, max_length)
         add_all(buffer, model, batches)
@@ -204,7 +204,7 @@ def check_rows(buffer: ReplayBuffer, model: Model) -> None:
 def check_windows(buffer: ReplayBuffer, model: Model, length: int) -> None:
     wanted = model.windows(length)
     if not wanted:
-        with pytest.raises(NotReadyError, match=f"{length} steps that follow each other"):
+        with pytest.raises(NotReadyError, match=f"{length} consecutive steps"):
             buffer.get_batch(4, length)
         return
     batch, info = buffer.get_batch(len(wanted), length)
@@ -214,7 +214,7 @@ def check_windows(buffer: ReplayBuffer, model: Model, length: int) -> None:
 
 
 def test_a_full_row_takes_nothing_from_another(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alf_buffer, "_LEAST_SWEEP", 8)
+    monkeypatch.setattr(alf_buffer, "_MIN_EVICTION", 8)
     buffer = made(2, 20)
     fill(buffer, 0, 7)
     fill(buffer, 1, 300)
@@ -232,7 +232,7 @@ def test_an_episode_longer_than_its_row_stays_and_began_before(made: Any) -> Non
     assert set(starts(buffer, 9, 2)) == {(0, p) for p in range(25, 34)}
     assert (buffer.get_episode_begin_position(position, env) == 0).all()
     assert buffer.steps_to_episode_end(position, env).tolist() == list(range(9, -1, -1))
-    with pytest.raises(IndexError, match="that row has 25 to 34"):
+    with pytest.raises(IndexError, match="that environment has 25 to 34"):
         buffer.get_field("reward", env[:1], torch.tensor([0]))
 
 
@@ -304,14 +304,14 @@ def test_batches_are_the_nests_that_were_added(made: Any) -> None:
         "time_step.observation", info.env_ids[:, None], info.positions[:, None] + torch.arange(2)
     )
     assert part[1]["image"].shape == (6, 2, 4, 4)
-    with pytest.raises(KeyError, match="no field 'time_step/obs'; here there are step_type, reward"):
+    with pytest.raises(KeyError, match="no field 'time_step/obs'; the fields at this level are step_type, reward"):
         buffer.get_field("time_step.obs", torch.tensor([0]), torch.tensor([0]))
 
 
 def test_a_spec_says_what_steps_are_like_before_any_is_added(made: Any) -> None:
     spec = {"step_type": torch.zeros((), dtype=torch.int32), "reward": torch.zeros(()), "x": torch.zeros(3)}
     buffer = ReplayBuffer(spec, 2, 10, **OPTIONS)
-    with pytest.raises(NotReadyError, match="2 steps that follow each other; the fullest has 0"):
+    with pytest.raises(NotReadyError, match="2 consecutive steps; the fullest has 0 steps"):
         buffer.get_batch(4, 2)
     with pytest.raises(DataError, match="field 'x': expected float32"):
         buffer.add_batch({k: torch.stack([v, v]) for k, v in (spec | {"x": torch.zeros(4)}).items()})
@@ -951,7 +951,9 @@ def test_fewer_rows_than_were_saved_need_a_policy(tmp_path: Path) -> None:
     buffer.save_checkpoint("a", wait=True)
     buffer.close()
     common = {"max_length": 60, "fsync": False} | OPTIONS
-    with pytest.raises(DataError, match="2 rows, but what was saved has 3; give a policy"):
+    with pytest.raises(
+        DataError, match="num_environments: expected at least 3, as in the store, got 2; give a policy"
+    ):
         ReplayBuffer.resume(tmp_path / "run", num_environments=2, **common)
     with ReplayBuffer.resume(tmp_path / "run", num_environments=2, policy="steps", **common) as again:
         assert again.total_size == 20 + 12 + 4
@@ -976,9 +978,9 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(made: Any) -> None:
         buffer.add_batch({name: value for name, value in good.items() if name != "reward"})
     with pytest.raises(DataError, match="field 'action': expected int64"):
         buffer.add_batch(good | {"action": torch.zeros(2)})
-    with pytest.raises(DataError, match="step_type: expected one for each of 2 rows"):
+    with pytest.raises(DataError, match="step_type: expected one for each of 2 environments"):
         buffer.add_batch(experience([0], 1, MID))
-    with pytest.raises(DataError, match="each row once"):
+    with pytest.raises(DataError, match="each environment once"):
         buffer.add_batch(good, [1, 1])
     with pytest.raises(ValueError, match="blocking"):
         buffer.add_batch(good, blocking=True)
@@ -1138,7 +1140,9 @@ def test_positions_of_dropped_steps_are_not_given_again(tmp_path: Path) -> None:
 def test_names_that_batches_need_are_refused_before_anything_is_stored(made: Any, name: str) -> None:
     buffer = made(2)
     step = {"step_type": torch.zeros(2, dtype=torch.int32), "x": torch.zeros(2)}
-    with pytest.raises(DataError, match=f"field '{name}': something else has that name.*; rename it"):
+    with pytest.raises(
+        DataError, match=f"field '{name}': stores and batches use this name for something else; rename it"
+    ):
         buffer.add_batch(step | {name: torch.ones(2)})
     with pytest.raises(DataError, match=f"field '{name}/a'"):
         ReplayBuffer({"step_type": torch.zeros(()), name: {"a": torch.zeros(())}}, 2, 10)
@@ -1164,17 +1168,21 @@ def test_a_first_batch_that_is_refused_decides_nothing(tmp_path: Path, bad: dict
     with ReplayBuffer(None, 2, 10, url=tmp_path / "run", fsync=False, **OPTIONS) as buffer:
         with pytest.raises(DataError, match=says):
             buffer.add_batch(good | bad)
-        with pytest.raises(DataError, match="each row once"):
+        with pytest.raises(DataError, match="each environment once"):
             buffer.add_batch(good, [1, 1])
         assert not (tmp_path / "run").exists()
         buffer.add_batch(good)
         assert buffer.get_batch(2, 1)[0]["x"].shape == (2, 1, 5)
-        with pytest.raises(DataError, match=r"discount: expected one for each of 2 rows, got shape \(2, 1\)"):
+        with pytest.raises(
+            DataError, match=r"discount: expected one for each of 2 environments, got shape \(2, 1\)"
+        ):
             buffer.add_batch(good | {"discount": torch.zeros(2, 1)})
 
 
 def test_a_spec_whose_step_type_is_no_number_is_refused() -> None:
-    with pytest.raises(DataError, match=r"field 'step_type': expected one number for each row, got shape \(1,\)"):
+    with pytest.raises(
+        DataError, match=r"field 'step_type': expected one number for each environment, got shape \(1,\)"
+    ):
         ReplayBuffer({"step_type": torch.zeros(1, dtype=torch.int32)}, 2, 10)
 
 
@@ -1383,7 +1391,10 @@ def test_a_buffer_at_a_store_that_is_there_has_its_steps_at_once(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"capacity": 10}, "capacity: this buffer sets it itself; say how many steps a row keeps with max_length"),
+        (
+            {"capacity": 10},
+            "capacity: this buffer sets it itself; say how many steps an environment keeps with max_length",
+        ),
         ({"sample": Windows()}, "sample: this buffer sets it itself"),
         (
             {"priorities": None},
@@ -1409,7 +1420,7 @@ def test_options_that_are_not_taken_are_refused_at_once(options: dict[str, Any],
 def test_sizes_are_not_read_in_the_middle_of_a_change(made: Any, look: Callable[[ReplayBuffer], Any]) -> None:
     buffer, seen = made(1, 8), []
     fill(buffer, 0, 3)
-    expected, rows = int(look(buffer)), buffer._rows
+    expected, rows = int(look(buffer)), buffer._rings
     reader = threading.Thread(target=lambda: seen.append(int(look(buffer))))
     with buffer._lock:  # as add_batch does
         rows.stop += 10

@@ -436,7 +436,7 @@ def test_what_is_at_a_url_is_committed_by_the_clock_and_ram_is_not(made: Any, tm
             "capacity: this buffer sets it itself; say how many transitions to keep with buffer_size",
         ),
         ({"sample": None}, "sample: this buffer sets it itself"),
-        ({"cache_byte": 10}, r"unknown options \['cache_byte'\]; there are device, .* cache_bytes,"),
+        ({"cache_byte": 10}, r"unknown options \['cache_byte'\]; accepted are device, .* cache_bytes,"),
     ],
 )
 def test_options_that_are_not_taken_are_refused_at_once(made: Any, options: dict[str, Any], says: str) -> None:

@@ -778,7 +778,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
     [
         ({"capacity": 50}, "capacity: this buffer sets it itself; .* with sample_window_size"),
         ({"sample": None}, "sample: this buffer sets it itself"),
-        ({"windw": 3}, r"unknown options \['windw'\]; there are .* sample_window_size, .* cache_bytes,"),
+        ({"windw": 3}, r"unknown options \['windw'\]; accepted are .* sample_window_size, .* cache_bytes,"),
     ],
 )
 def test_options_that_are_not_taken_are_refused_at_once(options: dict[str, Any], message: str) -> None:

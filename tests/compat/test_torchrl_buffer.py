@@ -300,7 +300,7 @@ def test_windows_that_have_no_place_in_ted_are_refused(name: str, unit: Windows,
     [
         ({"capacity": 10}, "capacity: this buffer sets it itself; say how many steps to keep with max_size"),
         ({"sample": Windows()}, "sample: this buffer sets it itself; say what is drawn with sample_unit"),
-        ({"batchsize": 3}, r"unknown options \['batchsize'\]; there are url, max_size, batch_size,"),
+        ({"batchsize": 3}, r"unknown options \['batchsize'\]; accepted are url, max_size, batch_size,"),
     ],
 )
 def test_options_that_are_not_taken_are_refused_at_once(options: dict[str, Any], says: str, url: str) -> None:

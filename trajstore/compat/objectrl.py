@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from trajstore.arguments import check_positive, parse_bytes
-from trajstore.compat.exit_flush import end_with_process, has_ended
+from trajstore.compat.exit_flush import cancel_finish_at_exit, finish_at_exit
 from trajstore.compat.options import check_options
-from trajstore.compat.private_store import forget, private_url
+from trajstore.compat.private_store import free_private_store, private_url
 from trajstore.errors import ClosedError, DataError, MissingExtraError, NotReadyError
 from trajstore.replay.buffer import ReplayBuffer as Buffer
 from trajstore.sampling.windows import Windows
@@ -89,7 +89,7 @@ class ReplayBuffer:
         self._buffer: Buffer | None = None
         self._is_closed = False
         if url is not None:
-            end_with_process(self, _flush)
+            finish_at_exit(self, _flush)
         self._place = -1 if url is None else max(_places(self._url, options.get("storage_options")), default=-1)
 
     # ---- adding
@@ -156,9 +156,9 @@ class ReplayBuffer:
         """Release memory and threads; what is at a URL stays there."""
         self._release()
         self._is_closed = True
-        has_ended(self)
+        cancel_finish_at_exit(self)
         if self._is_private:
-            forget(self._url)
+            free_private_store(self._url)
 
     def _release(self) -> None:
         if self._buffer is not None:
@@ -166,7 +166,7 @@ class ReplayBuffer:
             self._buffer.close()
             self._buffer = None
             if self._is_private:
-                forget(url)
+                free_private_store(url)
 
     def add(self, experience: TensorDictBase) -> None:
         """Add one transition.

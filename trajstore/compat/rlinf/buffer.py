@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from trajstore.arguments import check_positive, parse_bytes
-from trajstore.compat.exit_flush import end_with_process, has_ended
+from trajstore.compat.exit_flush import cancel_finish_at_exit, finish_at_exit
 from trajstore.compat.options import check_options
-from trajstore.compat.private_store import forget, private_url
+from trajstore.compat.private_store import free_private_store, private_url
 from trajstore.compat.rlinf.directory import (
     Directory,
     DirectoryWriter,
@@ -111,7 +111,7 @@ class TrajectoryReplayBuffer:
         self._draws_before: dict[str, int] = {}
         if self.auto_save:
             self._reopen()
-            end_with_process(self, TrajectoryReplayBuffer.flush)
+            finish_at_exit(self, TrajectoryReplayBuffer.flush)
 
     def _reopen(self) -> None:
         """Go on with what is there."""
@@ -480,7 +480,7 @@ class TrajectoryReplayBuffer:
             else:
                 self._draws_before = self._draws()
                 self._memory.close()
-                forget(self._url)
+                free_private_store(self._url)
                 self._memory, self._url = None, private_url("rlinf")
 
     def clear_cache(self) -> None:
@@ -505,12 +505,12 @@ class TrajectoryReplayBuffer:
         """
         with self._lock:
             self._is_closed = True
-            has_ended(self)
+            cancel_finish_at_exit(self)
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None
                 if not self.auto_save:
-                    forget(self._url)
+                    free_private_store(self._url)
 
 
 class _Directory:

@@ -12,7 +12,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import Sequence
 
 from trajstore.compat.options import check_options
-from trajstore.compat.private_store import forget, private_url
+from trajstore.compat.private_store import free_private_store, private_url
 from trajstore.compat.torchrl.ted import Block, assemble, differs, parse
 from trajstore.errors import DataError
 from trajstore.replay.buffer import ReplayBuffer as Buffer
@@ -212,7 +212,7 @@ class ReplayBuffer:
         """Make everything durable and release it; what is in RAM only is gone."""
         self.memory.close()
         if self._private_url is not None:
-            forget(self._private_url)
+            free_private_store(self._private_url)
 
     def __enter__(self) -> ReplayBuffer:
         return self

@@ -16,8 +16,8 @@ from tensordict import is_tensorclass
 from torchrl.data import TensorDictMaxValueWriter, TensorStorage
 
 from trajstore.arguments import check_positive, parse_bytes
-from trajstore.compat.exit_flush import end_with_process, has_ended
-from trajstore.compat.private_store import forget, private_url
+from trajstore.compat.exit_flush import cancel_finish_at_exit, finish_at_exit
+from trajstore.compat.private_store import free_private_store, private_url
 from trajstore.compat.torchrl.checkpointer import TrajStorageCheckpointer
 from trajstore.compat.torchrl.generations import Generations
 from trajstore.compat.torchrl.indexing import is_one, is_plain, rows_of, slots_of, with_index, without_new_index
@@ -116,7 +116,7 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _finish, table.log, self._generations, self._private_url)
         self._finalizer.atexit = False
-        end_with_process(self, TrajStorage.close)
+        finish_at_exit(self, TrajStorage.close)
         self.table, self._storage = table, from_leaves(table.leaves)
         self.max_size = table.n_slots * self._n_lanes
         self.__dict__.pop("_total_shape_value", None)
@@ -299,7 +299,7 @@ class TrajStorage(TensorStorage):  # type: ignore[misc]
                 self._log_changes()
                 _finish(self.table.log, self._generations, self._private_url)
             self._is_closed = True
-            has_ended(self)
+            cancel_finish_at_exit(self)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -399,4 +399,4 @@ def _finish(log: Log, generations: Generations, private_url: str | None) -> None
         generations.settle()
         return
     log.discard()
-    forget(private_url)
+    free_private_store(private_url)
