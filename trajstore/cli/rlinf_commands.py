@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
-    from trajstore.compat.rlinf.merging import How, Target
+    from trajstore.compat.rlinf.merge_split import How, Target
 
 Source = Annotated[str, Option("--source-path", "Where the directory is, or those of all ranks.", "PATH")]
 Save = Annotated[str, Option("--save-path", "Where nothing is yet.", "PATH")]
@@ -51,7 +51,7 @@ def sample(
 ) -> int:
     """Load trajectories, sample once, and show keys, shapes and dtypes of the batch."""
     from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
-    from trajstore.compat.rlinf.names import flat
+    from trajstore.compat.rlinf.field_paths import to_paths
 
     with usage(FileNotFoundError):
         buffer = TrajectoryReplayBuffer(sample_window_size=sample_window_size)
@@ -60,7 +60,7 @@ def sample(
                 _load_store(buffer, load_path, options)
             else:
                 buffer.load_checkpoint(load_path, trusted=trusted)
-            batch = flat(buffer.sample(num_chunks))
+            batch = to_paths(buffer.sample(num_chunks))
             facts = {**buffer.get_stats(), "batch": {path: _described(leaf) for path, leaf in batch.items()}}
         finally:
             buffer.close()
@@ -77,10 +77,10 @@ def merge(
     as_json: AsJson = False,
 ) -> int:
     """Make one directory of those of all ranks, interleaved by trajectory id."""
-    from trajstore.compat.rlinf import merging
+    from trajstore.compat.rlinf import merge_split
 
     def work(progress: Any) -> list["Target"]:
-        return merging.merge(source_path, save_path, how=_how(how, copy), dry_run=dry_run, progress=progress)
+        return merge_split.merge(source_path, save_path, how=_how(how, copy), dry_run=dry_run, progress=progress)
 
     return _transferred(work, save_path, dry_run, as_json)
 
@@ -99,12 +99,12 @@ def split(
     as_json: AsJson = False,
 ) -> int:
     """Make smaller directories of one: the first N trajectories, even parts, or fractions."""
-    from trajstore.compat.rlinf import merging
+    from trajstore.compat.rlinf import merge_split
 
     def work(progress: Any) -> list["Target"]:
         sizes = [float(part) for part in fractions.split(",")] if fractions else None
         which: dict[str, Any] = {"count": split_count, "parts": parts, "fractions": sizes}
-        return merging.split(
+        return merge_split.split(
             source_path, save_path, how=_how(how, copy), dry_run=dry_run, progress=progress, **which
         )
 
@@ -120,7 +120,7 @@ def import_(
     as_json: AsJson = False,
 ) -> int:
     """Write a directory to a store; goes on where an earlier run stopped."""
-    from trajstore.compat.rlinf.transfer import import_directory
+    from trajstore.compat.rlinf.directory_transfer import import_directory
 
     options = storage_options(storage_option)
     with resumable(), usage(FileNotFoundError), progress_bar("trajectories") as progress:
@@ -139,7 +139,7 @@ def export(
     as_json: AsJson = False,
 ) -> int:
     """Write a store of trajectories as a directory that RLinf loads; goes on where an earlier run stopped."""
-    from trajstore.compat.rlinf.transfer import export_directory
+    from trajstore.compat.rlinf.directory_transfer import export_directory
 
     options = storage_options(storage_option)
     with resumable(), usage(), progress_bar("trajectories") as progress:
@@ -159,7 +159,7 @@ RLINF_COMMANDS: dict[str, Callable[..., int]] = {
 
 def _load_store(buffer: "TrajectoryReplayBuffer", url: str, options: dict[str, Any]) -> None:
     """Load the newest trajectories of a store that is reached by options of its own."""
-    from trajstore.compat.rlinf.stored import StoredTrajectories
+    from trajstore.compat.rlinf.stored_trajectories import StoredTrajectories
 
     stored = StoredTrajectories.open(url, options)
     for number in stored.numbers[-buffer.sample_window_size :]:
