@@ -43,7 +43,7 @@ def experience(env_ids: Any, number: Any, step_type: Any, discount: Any = 1.0, p
 
 
 def kind(t: int, length: int) -> int:
-    """The type of step t where all episodes have so many steps."""
+    """The type of step t if all episodes have the same length."""
     return int(FIRST if t % length == 0 else LAST if t % length == length - 1 else MID)
 
 
@@ -61,7 +61,7 @@ def made() -> Iterator[Any]:
 
 
 def fill(buffer: ReplayBuffer, env: int, n_steps: int, first: int = 0, episode: int = 5) -> None:
-    """Add steps to one row, in episodes of so many that end with LAST."""
+    """Add steps to one environment, in episodes of one length that end with LAST."""
     for t in range(first, first + n_steps):
         buffer.add_batch(experience([env], t, kind(t, episode), 0.0 if t % 2 else 1.0), torch.tensor([env]))
 
@@ -330,7 +330,7 @@ def test_every_window_is_as_likely_however_much_its_row_holds(made: Any) -> None
     counts = np.zeros((4, 300), int)
     for env, position in starts(buffer, 40_000, 2):
         counts[env, position] += 1
-    sizes = [4, 199, 59, 0]  # the last row is too short for a window, and holds nobody up
+    sizes = [4, 199, 59, 0]  # the last environment is too short for a window and does not block the others
     assert (counts > 0).sum(1).tolist() == sizes
     expected = 40_000 / sum(sizes)
     drawn = counts[counts > 0]
@@ -550,7 +550,7 @@ def goals(made: Any, n_rows: int = 2, episode: int = 7) -> ReplayBuffer:
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_hindsight_gives_goals_of_the_same_episode_for_windows_of_any_length(made: Any, length: int) -> None:
-    buffer = goals(made)  # theirs took two steps and no more
+    buffer = goals(made)  # ALF takes exactly two steps
     relabel = Hindsight(
         "future",
         fraction=1.0,
@@ -745,7 +745,7 @@ def test_a_save_that_breaks_off_leaves_the_checkpoint_before(tmp_path: Path) -> 
 
 
 def ranks_of(url: str, world_size: int, call: Callable[[ReplayBuffer], Any], **options: Any) -> list[Any]:
-    """What a function makes of the buffer of each of so many ranks that resume a checkpoint."""
+    """Resume a checkpoint with several ranks; returns the function's result for the buffer of each."""
     common = OPTIONS | {
         "num_environments": 2,
         "max_length": 40,
@@ -766,7 +766,7 @@ def contents(buffer: ReplayBuffer) -> list[tuple[int, int, int, float]]:
     weights = weighted(buffer, 4000, 1)
     position = info.positions[:, None] + torch.arange(info.valid.shape[1])
     env, row = info.env_ids[:, None].expand_as(position)[info.valid], batch["env_id"][info.valid]
-    assert torch.equal(env, row)  # theirs kept those of rows that are no more
+    assert torch.equal(env, row)  # ALF keeps environments that no longer exist
     assert ((row >= 0) & (row < buffer.num_environments)).all()
     keys = list(zip(env.tolist(), position[info.valid].tolist(), strict=True))
     code = batch["observation"]["code"][info.valid].long().tolist()
@@ -889,7 +889,7 @@ def test_rows_have_no_gaps_where_episodes_were_dropped_from_them(tmp_path: Path)
         assert {p - int(info.positions) for _, p in starts(again, 100, 2)} == set(range(15))
 
 
-def test_rows_that_were_dealt_anew_have_no_gaps_either(tmp_path: Path) -> None:
+def test_redistributed_environments_have_no_gaps(tmp_path: Path) -> None:
     common = {"max_length": 50, "fsync": False} | OPTIONS
     with ReplayBuffer(None, 2, url=tmp_path / "run", **common) as buffer:
         for env in range(2):
@@ -907,7 +907,7 @@ def test_rows_that_were_dealt_anew_have_no_gaps_either(tmp_path: Path) -> None:
         assert {p - int(info.positions) for _, p in starts(again, 100, 2)} == set(range(19))
 
 
-def test_a_row_that_was_empty_does_not_begin_anew_after_resuming(tmp_path: Path) -> None:
+def test_an_empty_environment_does_not_restart_its_positions_after_resuming(tmp_path: Path) -> None:
     buffer = saved(tmp_path)
     buffer.clear([1])
     buffer.save_checkpoint("a", wait=True)
@@ -920,7 +920,7 @@ def test_a_row_that_was_empty_does_not_begin_anew_after_resuming(tmp_path: Path)
         assert again.current_size.tolist() == [20, 0, 4]
 
 
-def test_an_episode_without_its_beginning_begins_in_its_own_steps_after_rows_were_dealt_anew(
+def test_an_episode_without_its_beginning_begins_in_its_own_steps_after_a_redistribution(
     tmp_path: Path,
 ) -> None:
     with ReplayBuffer(None, 2, 10, url=tmp_path / "run", fsync=False, **OPTIONS) as buffer:
@@ -986,7 +986,7 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(made: Any) -> None:
         buffer.add_batch(good, blocking=True)
     with pytest.raises(IndexError, match="env 2, position 0"):
         buffer.get_field("action", torch.tensor([2]), torch.tensor([0]))
-    buffer.add_batch(experience(range(2), 1, MID))  # the episodes go on
+    buffer.add_batch(experience(range(2), 1, MID))  # the episodes continue
     assert buffer.get_episode_begin_position(torch.tensor([1, 1]), torch.tensor([0, 1])).tolist() == [0, 0]
     with pytest.raises(DataError, match="expected a field 'step_type', got reward"):
         made(1).add_batch({"reward": torch.zeros(1)})
@@ -1084,7 +1084,7 @@ def named(buffer: ReplayBuffer) -> dict[tuple[int, int], tuple[int, ...]]:
     return dict(zip(keys, map(tuple, batch["observation"]["code"][info.valid].long().tolist()), strict=True))
 
 
-def test_a_position_names_one_step_however_often_rows_are_dealt_anew() -> None:
+def test_a_position_names_one_step_after_any_number_of_redistributions() -> None:
     url = f"memory://alf-{uuid.uuid4().hex}"
     save_ranks(url, 2)
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -1106,7 +1106,7 @@ def test_a_position_names_one_step_however_often_rows_are_dealt_anew() -> None:
                 assert known.setdefault((rank, env, position), code) == code
 
 
-def test_rows_that_were_dealt_anew_stay_where_they_are_if_nothing_is_added() -> None:
+def test_redistributed_steps_keep_their_positions_if_nothing_is_added() -> None:
     url = f"memory://alf-{uuid.uuid4().hex}"
     save_ranks(url, 3)
 
