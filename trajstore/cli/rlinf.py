@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
-    from trajstore.compat.rlinf.merging import How, Target
+    from trajstore.compat.rlinf.merge_split import How, Target
 
 SourcePath = Annotated[
     str, Option("--source-path", "The directory, or the directory that holds those of all ranks.", "PATH")
@@ -43,7 +43,7 @@ def sample(
 ) -> int:
     """Load trajectories, sample once, and show keys, shapes and dtypes of the batch."""
     from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
-    from trajstore.compat.rlinf.names import flat
+    from trajstore.compat.rlinf.field_paths import to_paths
 
     with usage_errors(FileNotFoundError):
         buffer = TrajectoryReplayBuffer(sample_window_size=sample_window_size)
@@ -52,7 +52,7 @@ def sample(
                 _load_store(buffer, load_path, options)
             else:
                 buffer.load_checkpoint(load_path, trusted=trusted)
-            batch = flat(buffer.sample(num_chunks))
+            batch = to_paths(buffer.sample(num_chunks))
             facts = {**buffer.get_stats(), "batch": {path: _describe_tensor(leaf) for path, leaf in batch.items()}}
         finally:
             buffer.close()
@@ -69,10 +69,10 @@ def merge(
     as_json: AsJson = False,
 ) -> int:
     """Merge the directories of all ranks into one, interleaved by trajectory id."""
-    from trajstore.compat.rlinf import merging
+    from trajstore.compat.rlinf import merge_split
 
     def work(progress: Any) -> list["Target"]:
-        return merging.merge(
+        return merge_split.merge(
             source_path, save_path, how=_check_method(how, copy), dry_run=dry_run, progress=progress
         )
 
@@ -97,12 +97,12 @@ def split(
     as_json: AsJson = False,
 ) -> int:
     """Split a directory into smaller ones: the first N trajectories, equal parts, or fractions."""
-    from trajstore.compat.rlinf import merging
+    from trajstore.compat.rlinf import merge_split
 
     def work(progress: Any) -> list["Target"]:
         sizes = [float(part) for part in fractions.split(",")] if fractions else None
         selection: dict[str, Any] = {"count": split_count, "parts": parts, "fractions": sizes}
-        return merging.split(
+        return merge_split.split(
             source_path, save_path, how=_check_method(how, copy), dry_run=dry_run, progress=progress, **selection
         )
 
@@ -118,7 +118,7 @@ def import_(
     as_json: AsJson = False,
 ) -> int:
     """Write a directory to a store. Continues where an earlier run stopped."""
-    from trajstore.compat.rlinf.transfer import import_directory
+    from trajstore.compat.rlinf.directory_transfer import import_directory
 
     options = parse_storage_options(storage_option)
     with explain_interrupt(), usage_errors(FileNotFoundError), progress_bar("trajectories") as progress:
@@ -137,7 +137,7 @@ def export(
     as_json: AsJson = False,
 ) -> int:
     """Write a store of trajectories as a directory that RLinf loads. Continues where an earlier run stopped."""
-    from trajstore.compat.rlinf.transfer import export_directory
+    from trajstore.compat.rlinf.directory_transfer import export_directory
 
     options = parse_storage_options(storage_option)
     with explain_interrupt(), usage_errors(), progress_bar("trajectories") as progress:
@@ -157,7 +157,7 @@ RLINF_COMMANDS: dict[str, Callable[..., int]] = {
 
 def _load_store(buffer: "TrajectoryReplayBuffer", url: str, options: dict[str, Any]) -> None:
     """Load the newest trajectories of a store that needs storage options."""
-    from trajstore.compat.rlinf.stored import StoredTrajectories
+    from trajstore.compat.rlinf.stored_trajectories import StoredTrajectories
 
     stored = StoredTrajectories.open(url, options)
     for number in stored.numbers[-buffer.sample_window_size :]:

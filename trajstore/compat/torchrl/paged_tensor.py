@@ -1,4 +1,4 @@
-"""A tensor whose rows stay in the log until they are asked for."""
+"""A tensor that reads its rows from the log when they are used."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trajstore.errors import DataError
 
 Read = Callable[[torch.Tensor], torch.Tensor]
 _aten = torch.ops.aten
-_SAME = {_aten.detach.default, _aten.alias.default}
+_ALIASES = {_aten.detach.default, _aten.alias.default}
 
 
 class PagedTensor(torch.Tensor):
-    """Rows by slot. Slices of the first axis stay unread, indexing reads the rows, anything else reads all.
+    """Rows by slot. Slicing the first axis reads nothing, indexing it reads those rows, all else reads all rows.
 
-    It can't be written to: rows are written through the storage.
+    It is read-only: rows are written through the storage.
     """
 
     _read: Read
@@ -29,23 +29,24 @@ class PagedTensor(torch.Tensor):
     def __new__(
         cls, read: Read, rows: range, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> PagedTensor:
-        made: PagedTensor = torch.Tensor._make_wrapper_subclass(
+        tensor: PagedTensor = torch.Tensor._make_wrapper_subclass(
             cls, (len(rows), *shape), dtype=dtype, device=device
         )
-        made._read, made._rows = read, rows
-        return made
+        tensor._read, tensor._rows = read, rows
+        return tensor
 
     def __init__(self, *_: Any) -> None:
         pass
 
     def read(self) -> torch.Tensor:
-        """All rows."""
-        return self._at(torch.arange(len(self._rows)))
+        """Read all rows."""
+        return self._read_at(torch.arange(len(self._rows)))
 
     def sliced(self, rows: range) -> PagedTensor:
+        """Return a tensor of some of the rows, without reading them."""
         return PagedTensor(self._read, rows, tuple(self.shape[1:]), self.dtype, self.device)
 
-    def _at(self, index: torch.Tensor) -> torch.Tensor:
+    def _read_at(self, index: torch.Tensor) -> torch.Tensor:
         index = index.cpu()
         n = len(self._rows)
         if not index.numel():
@@ -68,27 +69,27 @@ class PagedTensor(torch.Tensor):
     ) -> Any:
         if func._schema.is_mutable:
             raise DataError(
-                f"{func._schema.name}: rows that are read by pages can't be changed in place; write them with"
+                f"{func._schema.name}: fields that are not in memory cannot be changed in place; write rows with"
                 " rb[index] = data, or give the storage more cache_bytes"
             )
-        found = _of_rows(func, args) if isinstance(args[0], PagedTensor) else None
+        found = _on_first_axis(func, args) if isinstance(args[0], PagedTensor) else None
         if found is not None:
             return found
         args, kwargs = tree_map(lambda x: x.read() if isinstance(x, PagedTensor) else x, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _of_rows(func: Any, args: Any) -> torch.Tensor | None:
-    """What an operation on the first axis gives; None if it is another."""
+def _on_first_axis(func: Any, args: Any) -> torch.Tensor | None:
+    """Return the result of slicing or indexing the first axis; None for any other operation."""
     paged, arguments = args[0], args[1:]
-    if func in _SAME:
+    if func in _ALIASES:
         return paged.sliced(paged._rows)  # type: ignore[no-any-return]
     if func is _aten.slice.Tensor and (not arguments or arguments[0] == 0):
         return paged.sliced(paged._rows[slice(*arguments[1:])])  # type: ignore[no-any-return]
     if func is _aten.select.int and arguments[0] == 0:
-        return paged._at(torch.tensor(arguments[1]))  # type: ignore[no-any-return]
+        return paged._read_at(torch.tensor(arguments[1]))  # type: ignore[no-any-return]
     if func is _aten.index_select.default and arguments[0] == 0:
-        return paged._at(arguments[1])  # type: ignore[no-any-return]
+        return paged._read_at(arguments[1])  # type: ignore[no-any-return]
     if func is _aten.index.Tensor and arguments[0][0] is not None:
         return _indexed(paged, *arguments[0])
     return None
@@ -99,7 +100,7 @@ def _indexed(paged: PagedTensor, first: torch.Tensor, *others: torch.Tensor | No
         return paged.read()[(first, *others)]
     rows = first.nonzero().squeeze(1) if first.dtype == torch.bool else first
     if all(index is None for index in others):
-        return paged._at(rows)
-    read, where = np.unique(rows.cpu().numpy(), return_inverse=True)  # each row once; its elements are taken then
+        return paged._read_at(rows)
+    needed, where = np.unique(rows.cpu().numpy(), return_inverse=True)  # reads each row once
     rest = (slice(None) if index is None else index for index in others)
-    return paged._at(torch.from_numpy(read))[(torch.from_numpy(where), *rest)]
+    return paged._read_at(torch.from_numpy(needed))[(torch.from_numpy(where), *rest)]
