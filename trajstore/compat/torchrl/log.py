@@ -142,15 +142,16 @@ class Log:
     def read(self, field: str, slots: Array) -> torch.Tensor:
         """Values of a paged field."""
         assert self._reader is not None  # there are paged fields
-        place = self.slots.place[slots]
-        if place.min() < 0:
-            raise IndexError(f"slot {int(slots[place.argmin()])} holds no row")
-        stream = np.searchsorted(self._starts, place, side="right") - 1
-        # Of streams without rows, which start where the next one does, the last is meant: that is what right gives.
-        row = place - self._starts[stream]
-        handles = torch.from_numpy(np.stack([stream, row // SET, row % SET], 1))
-        found: torch.Tensor = flatten(self._reader.at(handles, Windows(fields=(field,), squeeze=True)))[field]
-        return found
+        with self._reader.assembler.lock:  # so that no row is given up between looking for it and reading it
+            place = self.slots.place[slots]
+            if place.min() < 0:
+                raise IndexError(f"slot {int(slots[place.argmin()])} holds no row")
+            stream = np.searchsorted(self._starts, place, side="right") - 1
+            # Of streams without rows, which start where the next one does, the last is meant: right gives that.
+            row = place - self._starts[stream]
+            handles = torch.from_numpy(np.stack([stream, row // SET, row % SET], 1))
+            found: torch.Tensor = flatten(self._reader.at(handles, Windows(fields=(field,), squeeze=True)))[field]
+            return found
 
     def clear(self) -> None:
         """Forget all rows, with the next commit."""
@@ -171,11 +172,26 @@ class Log:
     def _tell_front(self) -> None:
         """Let storage go that no slot needs, once what took its place is durable."""
         if self._due is not None and self._writer.committed_rows >= self._due[1]:
-            self._told, self._due = self._due[0], None
-            self._sweeper.want(self._marks(self._told))
+            front, n_durable = self._due
+            if self._reader is None or self._tell_reader(self._reader, front, n_durable):
+                self._told, self._due = front, None
+                self._sweeper.want(self._marks(front))
         front = self.slots.front
         if self._due is None and front - self._told > max(SET - 1, (self.slots.n_places - self._told) // 64):
             self._due = front, self.slots.n_places - self._n_before
+
+    def _tell_reader(self, reader: Reader, front: int, n_durable: int) -> bool:
+        """Tell the reader what is given up, before it is deleted: its cache also reads pages that nobody asked for.
+
+        Returns False if the reader does not know all durable rows of this session yet: the cache must not be given
+        rows below the front afterwards. Then the next call tries again.
+        """
+        with reader.assembler.lock:
+            reader.assembler.publish(may_commit=False)
+            if reader.assembler.n_placed < n_durable:
+                return False
+            reader.assembler.set_marks(self._marks(front))
+            return True
 
     def _marks(self, front: int) -> dict[str, int]:
         """By stream, the first row that is wanted, if those before this place are not."""
