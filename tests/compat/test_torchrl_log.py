@@ -175,6 +175,27 @@ def test_the_log_stays_short_whatever_is_overwritten(
         assert check(again, n) == n
 
 
+@pytest.mark.parametrize(
+    ("n_before", "n_written", "freed"), [(100, 450, "n_streams_removed"), (0, 4500, "n_chunks_deleted")]
+)
+def test_what_was_given_up_is_not_read_to_complete_the_cache(
+    n_before: int, n_written: int, freed: str, small_sets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_table, "_resident_fields", lambda *_: {"td1/number"})
+    if n_before:
+        with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as storage:
+            storage.set(range(n_before), rows(np.arange(n_before)))
+    with TrajStorage(tmp_path, N_SLOTS, **OPTIONS, cache_bytes="16MiB") as storage:
+        for first in range(0, n_written, N_SLOTS):  # nobody reads, so the cache has none of these rows
+            storage.set(range(N_SLOTS), rows(np.arange(first, first + N_SLOTS)))
+            storage.flush()
+        assert storage.table is not None
+        storage.table.log._collector.flush()
+        assert storage.stats()["storage"][freed] > 0
+        for _ in range(3):  # once the rows themselves are in the cache, it is completed by others
+            assert list(found_in(storage).values()) == list(range(n_written - N_SLOTS, n_written))
+
+
 def test_disk_is_freed_with_max_value_writers_too(small_sets: None, tmp_path: Path) -> None:
     storage = TrajStorage(tmp_path, 40, **OPTIONS)
     rb = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(rank_key="number"))

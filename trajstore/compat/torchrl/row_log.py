@@ -159,15 +159,16 @@ class RowLog:
             IndexError: A slot holds no row.
         """
         assert self._reader is not None  # there are paged fields
-        place = self.slot_map.place[slots]
-        if place.min() < 0:
-            raise IndexError(f"slot {int(slots[place.argmin()])} holds no row")
-        # A stream without rows starts at the same place as the next one; side="right" finds the one with the row.
-        stream = np.searchsorted(self._starts, place, side="right") - 1
-        row = place - self._starts[stream]
-        handles = torch.from_numpy(np.stack([stream, row // GROUP_ROWS, row % GROUP_ROWS], 1))
-        found: torch.Tensor = flatten(self._reader.at(handles, Windows(fields=(field,), squeeze=True)))[field]
-        return found
+        with self._reader.assembler.lock:  # no row may be given up between looking it up and reading it
+            place = self.slot_map.place[slots]
+            if place.min() < 0:
+                raise IndexError(f"slot {int(slots[place.argmin()])} holds no row")
+            # A stream without rows starts where the next one does; side="right" finds the one with the row.
+            stream = np.searchsorted(self._starts, place, side="right") - 1
+            row = place - self._starts[stream]
+            handles = torch.from_numpy(np.stack([stream, row // GROUP_ROWS, row % GROUP_ROWS], 1))
+            found: torch.Tensor = flatten(self._reader.at(handles, Windows(fields=(field,), squeeze=True)))[field]
+            return found
 
     def clear(self) -> None:
         """Drop all rows, with the next commit."""
@@ -188,12 +189,27 @@ class RowLog:
     def _free_front(self) -> None:
         """Let the garbage collector delete unused rows at the front once their successors are durable."""
         if self._pending_front is not None and self._writer.committed_rows >= self._pending_front[1]:
-            self._freed_front, self._pending_front = self._pending_front[0], None
-            self._collector.want(self._marks(self._freed_front))
+            front, n_durable = self._pending_front
+            if self._reader is None or self._mark_reader(self._reader, front, n_durable):
+                self._freed_front, self._pending_front = front, None
+                self._collector.want(self._marks(front))
         front = self.slot_map.front
         n_needed = max(GROUP_ROWS - 1, (self.slot_map.n_places - self._freed_front) // 64)
         if self._pending_front is None and front - self._freed_front > n_needed:
             self._pending_front = front, self.slot_map.n_places - self._n_earlier
+
+    def _mark_reader(self, reader: Reader, front: int, n_durable: int) -> bool:
+        """Set the reader's marks before rows are deleted: its cache also loads pages that no batch asked for.
+
+        Returns False if the reader does not know all durable rows of this session yet, because the cache must not
+        receive rows below a mark later. The next call tries again.
+        """
+        with reader.assembler.lock:
+            reader.assembler.publish(may_commit=False)
+            if reader.assembler.n_placed < n_durable:
+                return False
+            reader.assembler.set_marks(self._marks(front))
+            return True
 
     def _marks(self, front: int) -> dict[str, int]:
         """Return the first row of each stream that is still wanted, if places below ``front`` are not."""
