@@ -617,10 +617,10 @@ def test_a_missing_checkpoint_is_named_with_those_there_are(memory: str) -> None
     with pytest.raises(StoreNotFoundError, match="there is no store here"):
         resumed(memory)
     buffer = new_buffer(memory)
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint 'latest'; there are none"):
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint 'latest'; the store has none"):
         resumed(memory)
     buffer.save_checkpoint("first", wait=True)
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 'second'; there are 'first' of .*id first-"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 'second'; the store has 'first' of .*id first-"):
         resumed(memory, "second")
     buffer.close()
 

@@ -45,7 +45,6 @@ from trajstore.format.ids import new_id
 from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import DTYPES, Field, Schema
 from trajstore.storage import Storage, open_storage
-from trajstore.store import checkpoints
 from trajstore.store import state_codec as state
 from trajstore.store.checkpoints import (
     Checkpoint,
@@ -401,7 +400,7 @@ def test_marks_are_read_once_more_where_saving_took_so_long_that_the_pin_expires
     n_checks: list[int] = []
     save(storage, checkpoint_of(storage), {}, check=lambda: n_checks.append(1))
     assert len(n_checks) == 1
-    monkeypatch.setattr(checkpoints, "PENDING_S", 0.0)
+    monkeypatch.setattr("trajstore.store.checkpoints.saving.PENDING_S", 0.0)
     save(storage, checkpoint_of(storage), {}, check=lambda: n_checks.append(1))
     assert len(n_checks) == 3
 
@@ -589,7 +588,7 @@ def test_readers_ignore_incomplete_checkpoints(storage: Storage) -> None:
     died = died_saving(storage)
     assert list_checkpoints(storage) == []
     for which in (died.id, "died", "latest"):
-        with pytest.raises(CheckpointNotFoundError, match="there are none"):
+        with pytest.raises(CheckpointNotFoundError, match="the store has none"):
             find(storage, which)
     with pytest.raises(CheckpointNotFoundError, match="was removed"):
         read_state(storage, died)
@@ -656,7 +655,7 @@ def test_of_several_of_one_name_the_youngest_descendant_is_meant(storage: Storag
 def test_what_is_not_found_lists_what_there_is(storage: Storage) -> None:
     (a,) = chain(storage, "a")
     for which in ("b", new_checkpoint_id("b"), "", "../x"):
-        with pytest.raises(CheckpointNotFoundError, match=f"there are 'a' .*{a.id}"):
+        with pytest.raises(CheckpointNotFoundError, match=f"the store has 'a' .*{a.id}"):
             find(storage, which)
 
 
