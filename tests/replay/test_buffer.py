@@ -620,7 +620,8 @@ def test_a_missing_checkpoint_is_named_with_those_there_are(memory: str) -> None
     with pytest.raises(CheckpointNotFoundError, match="no checkpoint 'latest'; the store has none"):
         resumed(memory)
     buffer.save_checkpoint("first", wait=True)
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 'second'; the store has 'first' of .*id first-"):
+    message = r"no checkpoint 'second'; the store has 'first' of .*id first-"
+    with pytest.raises(CheckpointNotFoundError, match=message):
         resumed(memory, "second")
     buffer.close()
 
