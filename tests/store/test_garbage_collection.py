@@ -317,7 +317,7 @@ def test_a_checkpoint_that_a_mark_has_passed_is_refused(session: Session) -> Non
     session.sweeper.flush()
     session.sweeper.check_pins({old: 20})
     with pytest.raises(
-        SnapshotExpiredError, match=f"'{old}': the checkpoint wants rows from 19 on, those below 20"
+        SnapshotExpiredError, match=f"'{old}': the checkpoint needs rows from 19 on, but rows below 20"
     ):
         session.sweeper.check_pins({old: 19})
     gone = new_id("gone")
@@ -733,7 +733,7 @@ def test_close_does_not_wait_for_the_grace_time(local: Place) -> None:
     until(lambda: first_live_rows(opened(local).streams)[old] == 20)
     session.close()
     assert_left(local, old, 0, 40)
-    with pytest.raises(ClosedError, match="the sweeper is closed"):
+    with pytest.raises(ClosedError, match="the garbage collector is closed"):
         session.sweeper.want({old: 21})
 
 
