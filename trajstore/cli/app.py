@@ -46,7 +46,7 @@ from trajstore.cli.rlinf_commands import RLINF_COMMANDS
 from trajstore.errors import CorruptionError, TrajstoreError
 from trajstore.format.codec import Codec
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows
+from trajstore.format.marks import Marks
 from trajstore.format.zarr_json import parse_json, trajstore_attributes
 from trajstore.schema import Array, flatten
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints
@@ -237,7 +237,7 @@ def _secrets(pairs: Iterable[str]) -> set[str]:
 def _store_facts(snapshot: Snapshot, *, with_sizes: bool) -> Facts:
     storage = snapshot.storage
     root = trajstore_attributes(parse_json(storage.get("zarr.json"), storage.display), "store", storage.display)
-    live = first_live_rows(snapshot.streams)
+    live = Marks.live(snapshot.streams)
     return {
         "url": storage.display,
         "format": root["format"],

@@ -1149,7 +1149,7 @@ class ReplayBuffer:
                 marks[record.id] = max(marks[record.id], self._given_up.get(record.id, 0))
         return marks
 
-    def _pins(self) -> dict[str, int]:
+    def _pins(self) -> Mapping[str, int]:
         return checkpoints.pins(self._storage)
 
     def _records(self) -> tuple[CommitRecord, ...]:

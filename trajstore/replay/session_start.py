@@ -14,7 +14,7 @@ from trajstore.distributed.rank_group import RankGroup, join_group, rejoin_group
 from trajstore.distributed.redistribution import plan_partitions as plan_partitions
 from trajstore.distributed.redistribution import read_parts
 from trajstore.errors import RankError
-from trajstore.format.first_live_rows import first_live_rows as record_marks
+from trajstore.format.marks import Marks
 from trajstore.replay.merged_state import merged_state, rank_share
 from trajstore.replay.options import ReplayOptions, check_options, from_json, holding, with_ranks
 from trajstore.sampling.rng import rank_seed
@@ -81,9 +81,9 @@ class SessionStart:
 
     def first_marks(self) -> dict[str, int]:
         """The first rows that this session wants of the streams that are there."""
-        marks = {stream: row for stream, row in record_marks(self.store.snapshot.streams).items() if row}
+        marks = {stream: row for stream, row in Marks.live(self.store.snapshot.streams).items() if row}
         if self.checkpoint is not None:  # also where it is 0: the session before may have given up rows since
-            return marks | {stream: cut.first for stream, cut in self.checkpoint.streams.items()}
+            return marks | dict(Marks.pinned_by(self.checkpoint))
         if self.world.size > 1:  # of what other ranks have, they speak
             return {record.id: marks.get(record.id, 0) for record in self.shown().streams}
         return marks

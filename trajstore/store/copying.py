@@ -14,8 +14,8 @@ from trajstore.errors import (
     StoreExistsError,
 )
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows
 from trajstore.format.ids import is_stream_id
+from trajstore.format.marks import Marks
 from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import Schema
 from trajstore.storage import Put, Storage, open_storage
@@ -269,7 +269,7 @@ class _StoreCopying(_Copying):
             # A column names rows of other streams. Records that are read after the column have those rows.
             older = self._read_records()
             records = {id_: _with_columns_of(older.get(id_), r) for id_, r in self._read_records().items()}
-            first = _wanted(records, checkpoints)
+            first = _wanted_rows(records, checkpoints)
             self._measure(records, first, checkpoints)
             try:
                 for record in records.values():
@@ -294,7 +294,7 @@ class _StoreCopying(_Copying):
             CorruptionError: Nothing was evicted, so the missing object is lost.
         """
         checkpoints = list_checkpoints(self._source)
-        now = _wanted(self._read_records(), checkpoints)
+        now = _wanted_rows(self._read_records(), checkpoints)
         if all(now.get(stream, row + 1) <= row for stream, row in first.items()):
             raise CorruptionError(f"{self._source.display}: an object is missing: {error}") from error
 
@@ -305,13 +305,11 @@ class _StoreCopying(_Copying):
             self._target.remove_tree(f"streams/{stream}")
 
 
-def _wanted(records: Mapping[str, CommitRecord], checkpoints: Sequence[Checkpoint]) -> dict[str, int]:
+def _wanted_rows(records: Mapping[str, CommitRecord], checkpoints: Sequence[Checkpoint]) -> Marks:
     """By stream id, the first row that is live or pinned by a checkpoint."""
-    wanted = first_live_rows(list(records.values()))
+    wanted = Marks.live(list(records.values()))
     for checkpoint in checkpoints:
-        for stream, extent in checkpoint.streams.items():
-            if stream in wanted:
-                wanted[stream] = min(wanted[stream], extent.first)
+        wanted = wanted.lowered(Marks.pinned_by(checkpoint))
     return wanted
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from trajstore.errors import ClosedError, SnapshotExpiredError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows, newest_world
 from trajstore.format.ids import check_stream_ids
+from trajstore.format.marks import Marks, newest_world
 from trajstore.storage import Storage
 from trajstore.writing.stream_appender import remove_stream
 from trajstore.writing.writer import Writer
@@ -61,8 +61,8 @@ class GarbageCollector:
         self._pins = pins
         self._records = records
         self._condition = threading.Condition()
-        self._wanted: dict[str, int] = {}  # marks to publish; guarded by the condition, as the next three are
-        self._published: dict[str, int] = {}
+        self._wanted = Marks()  # to be published; guarded by the condition, as the next three are
+        self._published = Marks()
         self._is_due = False
         self._failure: BaseException | None = None  # not raised yet
         self._closing = threading.Event()
@@ -81,11 +81,10 @@ class GarbageCollector:
         with self._condition:
             if self._closing.is_set():
                 raise ClosedError("the garbage collector is closed")
-            for stream, row in marks.items():
-                if stream not in self._wanted:
-                    check_stream_ids((stream,), "marks")
-                self._wanted[stream] = max(operator.index(row), self._wanted.get(stream, 0))
-                self._is_due = self._is_due or self._wanted[stream] > self._published.get(stream, 0)
+            check_stream_ids([stream for stream in marks if stream not in self._wanted], "marks")
+            self._wanted = self._wanted.raised({s: max(0, operator.index(row)) for s, row in marks.items()})
+            if any(self._wanted[stream] > self._published.get(stream, 0) for stream in marks):
+                self._is_due = True
             if self._is_due:
                 self._start()
                 self._condition.notify_all()
@@ -164,13 +163,13 @@ class GarbageCollector:
             self._is_due = False
         self.publish()
         # Marks that others publish from here on get their grace time before a later sweep.
-        aged = first_live_rows(self._records()) if self._grace_s > 0 else None
+        aged = Marks.live(self._records()) if self._grace_s > 0 else None
         if self._closing.wait(self._grace_s) if self._grace_s > 0 else self._closing.is_set():
             raise ClosedError("the garbage collector was closed before it could delete anything")
         records = sorted(self._records(), key=lambda record: (record.created_at, record.id))
-        marks = first_live_rows(records)
+        marks = Marks.live(records)
         if aged is not None:
-            marks = {stream: min(row, aged.get(stream, 0)) for stream, row in marks.items()}
+            marks = marks.lowered({stream: aged.get(stream, 0) for stream in marks})
         # Read checkpoints last: one that is put later reads the marks again, and finds the marks used here.
         self._delete(records, marks, self._pins())
         with self._condition:
@@ -180,10 +179,10 @@ class GarbageCollector:
     def _publish(self) -> None:
         own = self._writer.stream
         with self._condition:
-            wanted = dict(self._wanted)
+            wanted = self._wanted
         if not wanted:
             return
-        wanted[own] = min(wanted.get(own, 0), self._writer.committed_rows)
+        wanted = wanted.raised({own: 0}).lowered({own: self._writer.committed_rows})
         published = self._writer.first_rows
         raised = {stream: row for stream, row in wanted.items() if row > published.get(stream, 0)}
         self._writer.set_view(first_row=raised.pop(own, None), first_rows=raised)
@@ -253,13 +252,13 @@ def check_pins(wanted: Mapping[str, int], records: Sequence[CommitRecord]) -> No
         SnapshotExpiredError: A mark has passed one of these rows, or a stream was removed. Rows below a mark may be
             deleted at any time, so the checkpoint must be withdrawn.
     """
-    marks = first_live_rows(records)
+    live = Marks.live(records)
     for stream, row in wanted.items():
-        if stream not in marks:
+        if stream not in live:
             raise SnapshotExpiredError(f"stream '{stream}' was removed; take the checkpoint again")
-        if marks[stream] > row:
+        if live[stream] > row:
             raise SnapshotExpiredError(
-                f"stream '{stream}': the checkpoint needs rows from {row} on, but rows below {marks[stream]} are"
+                f"stream '{stream}': the checkpoint needs rows from {row} on, but rows below {live[stream]} are"
                 " evicted; take the checkpoint again"
             )
 

@@ -13,9 +13,9 @@ from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
 from trajstore.format.checkpoint_record import StreamExtent
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.episode_table import EpisodeTable
-from trajstore.format.first_live_rows import first_live_rows
 from trajstore.format.handles import EpisodeKey
 from trajstore.format.ids import is_stream_id
+from trajstore.format.marks import Marks
 from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
@@ -169,11 +169,11 @@ class Snapshot:
     def cuts(self) -> dict[str, StreamExtent]:
         """The extent of every stream in this view, for a checkpoint; streams without live rows are left out."""
         records = self.streams
-        marks, discarded = first_live_rows(records), _discarded(records)
+        live, discarded = Marks.live(records), _discarded(records)
         extents: dict[str, StreamExtent] = {}
         for r in records:
             episodes = tuple(sorted(discarded.get(r.shown_as, ())))
-            extent = StreamExtent(min(marks[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
+            extent = StreamExtent(min(live[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
             if extent.first < extent.stop:
                 extents[r.id] = replace(extent, record=extent.of(r)) if r.is_sealed else extent
         return extents
@@ -242,7 +242,7 @@ class Snapshot:
         """The spans of every stream as this view shows them; stream numbers are positions in `names`."""
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
-        marks, discarded = first_live_rows(records), _discarded(records)
+        live, discarded = Marks.live(records), _discarded(records)
         dead = {s for r in records for s in r.view.dead}
         hidden: dict[str, tuple[tuple[int, int], ...]] = {}
         for r in records:
@@ -258,7 +258,7 @@ class Snapshot:
                 source=position[name],
                 spans=self._explained(0, lambda stream=stream: stream.spans),  # type: ignore[misc]
                 columns=span_columns(record.schema),
-                first_row=marks.get(name, 0),
+                first_row=live[name],
                 is_finished=record.is_sealed or name in dead,
                 hidden=hidden.get(name, ()),
                 discarded=frozenset(discarded.get(logical, ())),
@@ -388,7 +388,7 @@ class Snapshot:
         if self._is_pinned(missing.stream):
             return CorruptionError(str(missing))
         fresh = Snapshot.load(self._storage, self._schema)
-        first = first_live_rows(fresh.streams).get(missing.stream, 0)
+        first = Marks.live(fresh.streams).get(missing.stream, 0)
         if missing.stream not in fresh._streams or first > row:
             return SnapshotExpiredError(
                 f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"

@@ -15,7 +15,7 @@ from trajstore.compat.torchrl.past import Past
 from trajstore.compat.torchrl.slots import SET, Slots
 from trajstore.errors import DataError
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows
+from trajstore.format.marks import Marks
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, flatten, nest
@@ -83,7 +83,7 @@ class Log:
         dead = [record.id for record in snapshot.streams if not record.is_sealed]
         self._writer = store.writer(f"session-{past.session}", world=uuid.uuid4().hex, dead=dead, **options)
         # Of all records only those of the newest session count, so it says again what is gone.
-        marks = first_live_rows(snapshot.streams)
+        marks = Marks.live(snapshot.streams)
         self._writer.set_view(first_rows={stream: row for stream, row in marks.items() if row})
         self._streams = [*past.streams, self._writer.stream]
         self._starts = np.cumsum([0, *past.streams.values()])
@@ -184,7 +184,7 @@ class Log:
         marks = {stream: min(max(0, front - start), rows) for (stream, rows), start in ends}
         return {stream: row for stream, row in {**marks, self._writer.stream: own}.items() if row}
 
-    def _pins(self) -> dict[str, int]:
+    def _pins(self) -> Mapping[str, int]:
         return checkpoints.pins(self._storage)
 
     def _records(self) -> tuple[CommitRecord, ...]:

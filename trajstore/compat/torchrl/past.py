@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trajstore.compat.torchrl.layout import HEADER, Leaves, torch_dtype
-from trajstore.format.first_live_rows import first_live_rows
+from trajstore.format.marks import Marks
 from trajstore.schema import Array, Field
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.stream_reader import StreamReader
@@ -41,7 +41,7 @@ class Past:
         self.session = 1 + max((_session(reader.record.name) for reader in readers), default=-1)
         starts = np.cumsum([0, *self.streams.values()]).tolist()
         self.n_places = starts.pop()
-        firsts = first_live_rows(snapshot.streams)
+        firsts = Marks.live(snapshot.streams)
         self._parts = [_Part(r, firsts[r.record.id], start) for r, start in zip(readers, starts, strict=True)]
         headers = [part.header for part in self._parts if len(part.header)]
         self.epoch = max((int(header[:, 2].max()) for header in headers), default=0)

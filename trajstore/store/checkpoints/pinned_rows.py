@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from trajstore.format.checkpoint_record import Checkpoint
+from trajstore.format.marks import Marks
 from trajstore.storage import Storage
 from trajstore.store.checkpoints.objects import PENDING_S, is_pending, read_checkpoints, read_parts
 
 
-def pins(storage: Storage, *, pending_s: float = PENDING_S) -> dict[str, int]:
+def pins(storage: Storage, *, pending_s: float = PENDING_S) -> Marks:
     """By stream id, the smallest row that any checkpoint needs; includes every stream that a checkpoint lists.
 
     Args:
         storage: Storage of the store.
         pending_s: Count incomplete checkpoints begun less than this many seconds ago.
     """
-    smallest: dict[str, int] = {}
+    pinned = Marks()
     for checkpoint in read_checkpoints(storage):
         if checkpoint.is_complete or is_pending(checkpoint, pending_s):
             for pinning in (checkpoint, *_unpublished_parts(storage, checkpoint)):
-                for stream, extent in pinning.streams.items():
-                    smallest[stream] = min(extent.first, smallest.get(stream, extent.first))
-    return smallest
+                pinned = pinned.merged(Marks.pinned_by(pinning))
+    return pinned
 
 
 def _unpublished_parts(storage: Storage, checkpoint: Checkpoint) -> list[Checkpoint]:

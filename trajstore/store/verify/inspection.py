@@ -9,7 +9,7 @@ from trajstore.errors import FormatError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows
+from trajstore.format.marks import Marks
 from trajstore.schema import Array
 from trajstore.storage import Storage
 from trajstore.store.stream_reader import StreamReader
@@ -83,12 +83,11 @@ class Inspection:
         except FormatError as error:
             return without_subject(error, f"{self.storage.display}/streams/{stream}")
 
-    def wanted_rows(self, records: Iterable[CommitRecord]) -> dict[str, int]:
+    def wanted_rows(self, records: Iterable[CommitRecord]) -> Marks:
         """The first row of each stream that is live or pinned by a checkpoint."""
-        wanted = first_live_rows(list(records))
+        wanted = Marks.live(list(records))
         for checkpoint in self.checkpoints:
-            for stream, extent in checkpoint.streams.items():
-                wanted[stream] = min(extent.first, wanted.get(stream, extent.first))
+            wanted = wanted.lowered(Marks.pinned_by(checkpoint))
         return wanted
 
 
