@@ -1,4 +1,4 @@
-"""Storage behind the marks is freed, and nothing that anybody wants ever is."""
+"""Evicted chunks are deleted, and rows that are live or pinned never are."""
 
 from __future__ import annotations
 

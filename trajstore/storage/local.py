@@ -254,6 +254,7 @@ class LocalStorage(Storage):
                 temporary = scratch / self._unique()
                 self._write_file(temporary, _SCRATCH_NODE)
                 os.replace(temporary, node)
+                self._sync_directories({str(scratch)})  # else a power cut may leave a directory without metadata
             self._scratch_ready = os.getpid()
         return scratch
 
