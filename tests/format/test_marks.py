@@ -138,8 +138,13 @@ def test_the_newest_world_is_that_of_the_record_created_last() -> None:
 
 @dataclass(slots=True)
 class History:
-    """Sessions that come and go, as those of replay buffers do, and the rows that were deleted."""
+    """Sessions that come and go, as those of replay buffers do, and the rows that were deleted.
 
+    Ranks either show only their own streams, and one of them may die and come back; or they show the streams of all
+    ranks. Sessions give up rows only of streams that they have named from the start, or that ranks show to all.
+    """
+
+    is_shared: bool
     records: dict[str, CommitRecord] = field(default_factory=dict)
     deleted: dict[str, int] = field(default_factory=dict)  # by stream: rows below are deleted
     checkpoints: list[dict[str, int]] = field(default_factory=list)  # by stream: the first row
@@ -167,12 +172,12 @@ class History:
         self.records[stream] = replace(known, first_row=max(known.first_row, min(n, known.rows)))
 
     def evict_of_another(self, n: int, which: int) -> None:
-        """A session of any world gives up rows of another session's stream, which may be running."""
+        """A session of any world gives up rows of another session's stream that it shows."""
         streams = list(self.records)
         session, stream = streams[which % len(streams)], streams[which // len(streams) % len(streams)]
-        row = min(n, self.records[stream].rows)
-        if stream != session and row:
-            known = self.records[session]
+        row, known = min(n, self.records[stream].rows), self.records[session]
+        is_of_the_world = known.world == self.records[stream].world
+        if stream != session and row and (stream in known.view.first_rows or (self.is_shared and is_of_the_world)):
             marks = dict(Marks(known.view.first_rows).raised({stream: row}))
             self.records[session] = replace(known, view=replace(known.view, first_rows=marks))
 
@@ -191,11 +196,12 @@ class History:
             del self.checkpoints[which % len(self.checkpoints)]
 
     def come_back(self, n: int, which: int) -> None:
-        """A rank dies, and another session takes its place, from the newest checkpoint if one exists."""
-        stream = self.ranks.pop(which % len(self.ranks))
-        marks = {s: row for s, row in self.live().items() if row or s == stream}
+        """The last rank dies, and another session takes its place, from the newest checkpoint if one exists."""
+        if self.is_shared:
+            return
+        stream = self.ranks.pop()
         kept = self.checkpoints[-1] if self.checkpoints else {}
-        self.ranks.append(self._open(marks | kept, (stream, *self.records[stream].view.dead)))
+        self.ranks.append(self._open({**self.live(), **kept}, (stream, *self.records[stream].view.dead)))
 
     def _open(self, marks: dict[str, int], dead: tuple[str, ...]) -> str:
         stream, world = new_id("s"), f"w{self.n_worlds}"
@@ -225,10 +231,15 @@ ACTIONS = [
 ]
 
 
-@settings(max_examples=300)
-@given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 20), st.integers(0, 99)), max_size=30))
-def test_no_history_shows_deleted_rows_or_hides_wanted_ones(steps: list[tuple[str, int, int]]) -> None:
-    history = History()
+@settings(max_examples=400)
+@given(
+    st.booleans(),
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 20), st.integers(0, 99)), min_size=25, max_size=40),
+)
+def test_no_history_shows_deleted_rows_or_hides_wanted_ones(
+    is_shared: bool, steps: list[tuple[str, int, int]]
+) -> None:
+    history = History(is_shared)
     history.launch(2, 0)
     for stream in range(3):
         history.write(20, stream)
