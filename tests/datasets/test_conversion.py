@@ -164,7 +164,7 @@ def test_a_dataset_that_has_grown_is_gone_on_with(url: str) -> None:
 
 def test_without_resume_a_store_must_be_new(url: str) -> None:
     imported(Made(2), url)
-    with pytest.raises(StoreExistsError, match="is a store already"):
+    with pytest.raises(StoreExistsError, match="is already a store"):
         imported(Made(2), url, resume=False)
 
 

@@ -628,10 +628,11 @@ def test_a_missing_checkpoint_is_named_with_those_there_are(memory: str) -> None
     with pytest.raises(StoreNotFoundError, match="there is no store here"):
         resumed(memory)
     buffer = new_buffer(memory)
-    with pytest.raises(CheckpointNotFoundError, match="no checkpoint 'latest'; there are none"):
+    with pytest.raises(CheckpointNotFoundError, match="no checkpoint 'latest'; the store has none"):
         resumed(memory)
     buffer.save_checkpoint("first", wait=True)
-    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint 'second'; there are 'first' of .*id first-"):
+    message = r"no checkpoint 'second'; the store has 'first' of .*id first-"
+    with pytest.raises(CheckpointNotFoundError, match=message):
         resumed(memory, "second")
     buffer.close()
 
@@ -725,7 +726,7 @@ def test_a_store_is_opened_as_it_was(memory: str) -> None:
             assert store.read_episode(0)["obs"][:, 1].tolist() == [0, 1, 2, 3, 4]
             store.refresh()
             assert len(store) == number + 2
-            with pytest.raises(ClosedError, match=r"opened at checkpoint 'c.-.*' and never changes"):
+            with pytest.raises(ClosedError, match=r"opened at checkpoint 'c.-.*' and is read-only"):
                 store.writer()
 
 

@@ -45,7 +45,6 @@ from trajstore.format.ids import new_id
 from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import DTYPES, Field, Schema
 from trajstore.storage import Storage, open_storage
-from trajstore.store import checkpoints
 from trajstore.store import state_codec as state
 from trajstore.store.checkpoints import (
     Checkpoint,
@@ -239,15 +238,15 @@ loop.append(loop)
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({1: "x"}, r"state 'a/b': expected text as keys, got 1"),
+        ({1: "x"}, r"state 'a/b': expected text keys, got 1"),
         (b"bytes", r"state 'a/b': expected a mapping.* got bytes"),
         ({1, 2}, "got set"),
         (Colour.RED, "got Colour"),
         (Pair(1, 2), "got Pair"),
         (object(), "got object"),
-        pytest.param(1 << 70_000, "an integer of 70001 bits", id="integer"),
-        ("\ud800", r"state 'a/b': text that is not Unicode"),
-        ({"\ud800": 1}, "text that is not Unicode"),
+        pytest.param(1 << 70_000, "expected integers of at most 65536 bits, got one of 70001", id="integer"),
+        ("\ud800", r"state 'a/b': expected valid Unicode text"),
+        ({"\ud800": 1}, "expected valid Unicode text"),
         (np.array(["x"]), r"a/b.*dtype str"),
         (np.array([1j]), r"a/b.*complex128"),
         (np.array([None]), r"a/b.*object"),
@@ -290,7 +289,7 @@ def test_a_long_text_is_stored_as_an_array(storage: Storage) -> None:
 
 def test_an_absurdly_long_text_is_refused(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "MAX_TEXT_BYTES", 1000)
-    with pytest.raises(DataError, match=r"bytes without its arrays, at most 1000"):
+    with pytest.raises(DataError, match=r"expected at most 1000 bytes without its arrays, got "):
         saved(storage, tree="x" * 1000)
     assert list_checkpoints(storage) == []
 
@@ -401,7 +400,7 @@ def test_marks_are_read_once_more_where_saving_took_so_long_that_the_pin_expires
     n_checks: list[int] = []
     save(storage, checkpoint_of(storage), {}, check=lambda: n_checks.append(1))
     assert len(n_checks) == 1
-    monkeypatch.setattr(checkpoints, "PENDING_S", 0.0)
+    monkeypatch.setattr("trajstore.store.checkpoints.saving.PENDING_S", 0.0)
     save(storage, checkpoint_of(storage), {}, check=lambda: n_checks.append(1))
     assert len(n_checks) == 3
 
@@ -589,7 +588,7 @@ def test_readers_ignore_incomplete_checkpoints(storage: Storage) -> None:
     died = died_saving(storage)
     assert list_checkpoints(storage) == []
     for which in (died.id, "died", "latest"):
-        with pytest.raises(CheckpointNotFoundError, match="there are none"):
+        with pytest.raises(CheckpointNotFoundError, match="the store has none"):
             find(storage, which)
     with pytest.raises(CheckpointNotFoundError, match="was removed"):
         read_state(storage, died)
@@ -656,7 +655,7 @@ def test_of_several_of_one_name_the_youngest_descendant_is_meant(storage: Storag
 def test_what_is_not_found_lists_what_there_is(storage: Storage) -> None:
     (a,) = chain(storage, "a")
     for which in ("b", new_checkpoint_id("b"), "", "../x"):
-        with pytest.raises(CheckpointNotFoundError, match=f"there are 'a' .*{a.id}"):
+        with pytest.raises(CheckpointNotFoundError, match=f"the store has 'a' .*{a.id}"):
             find(storage, which)
 
 
@@ -941,17 +940,17 @@ def forgeries() -> Iterator[Any]:
     yield pytest.param(shape(0), FormatError, "for float64 of shape", id="no length")
     yield pytest.param(
         lambda s, n: n["state/0"]["chunk_grid"]["configuration"].update(chunk_shape=[1 << 26]),
-        FormatError, "a chunk of more than", id="absurd chunk",
+        FormatError, "expected chunks of at most", id="absurd chunk",
     )  # fmt: skip
     for tree, message in {
-        '{"$array": 1, "dtype": "float64", "shape": [1000]}': "names array 1",
+        '{"$array": 1, "dtype": "float64", "shape": [1000]}': "refers to array 1",
         '[{"$array": 0, "dtype": "float64", "shape": [1000]}, {"$array": 0, "dtype": "float64", "shape": [1000]}]':
-            "names array 0, expected 1",
+            "refers to array 0, expected 1",
         '{"$array": 0, "dtype": "object", "shape": [1000]}': "an array of 'object'",
         '{"$array": 0, "dtype": "float64", "shape": [-1000]}': "of shape",
         '{"$array": 0, "dtype": "float64", "shape": [4611686018427387903, 4611686018427387903]}': "of shape",
         '{"$array": 0, "dtype": "float64"}': "malformed",
-        '{"$array": 0, "dtype": "int64", "shape": [1000]}': "1000 float64 for int64",
+        '{"$array": 0, "dtype": "int64", "shape": [1000]}': "1000 values of float64 for int64",
         '{"$bytes": "zz", "dtype": "int64", "shape": [1]}': "malformed",
         '{"$bytes": "00", "dtype": "int64", "shape": [1]}': "malformed",
         '{"$bytes": "", "dtype": "int64", "shape": [0, 4611686018427387903, 4611686018427387903]}': "malformed",
@@ -960,8 +959,8 @@ def forgeries() -> Iterator[Any]:
         '{"$int": "x"}': "malformed",
         '{"$tuple": 3}': "expected a list",
         '{"$unknown": 3}': "malformed",
-        "1": "names 0 of its 1 arrays",
-        json.dumps(nested(400)): "absurdly deep",
+        "1": "refers to 0 of its 1 arrays",
+        json.dumps(nested(400)): "nested too deeply",
     }.items():  # fmt: skip
         yield pytest.param(
             lambda s, n, tree=tree: s.update(tree=json.loads(tree)), FormatError, message, id=tree[:60]

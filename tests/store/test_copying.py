@@ -355,9 +355,9 @@ def test_a_copy_goes_nowhere_where_something_is(place: Place, new_place: MakePla
     build(source)
     trajstore.create(place.url, fsync=False, **place.kwargs)
     before = real_storage(place.url, place.options).list_tree("")
-    with pytest.raises(StoreExistsError, match="is taken"):
+    with pytest.raises(StoreExistsError, match="is already a store"):
         copied(source, place)
-    with pytest.raises(StoreExistsError, match="is taken"):
+    with pytest.raises(StoreExistsError, match="is already a store"):
         copied(place, place)
     assert real_storage(place.url, place.options).list_tree("") == before
 
@@ -435,7 +435,7 @@ def test_two_copies_to_one_place_are_one_store_or_an_error(new_place: MakePlace)
     build(source)
     real = real_storage(target.url)
     first = FaultyStorage(real, Before("zarr.json", lambda: copied(source, target), "put"))
-    with pytest.raises(StoreExistsError, match="became a store while it was copied to"):
+    with pytest.raises(StoreExistsError, match="another process created a store there during the copy"):
         copy_objects(real_storage(source.url), first)
     assert shown(opened(target)) == shown(opened(source))
 
@@ -449,7 +449,7 @@ def test_a_lost_chunk_is_said_and_makes_no_store(new_place: MakePlace) -> None:
         storage = build(source)
         old = opened(source).streams[0].id
         storage.delete([f"streams/{old}/steps/action/c.0"])
-        with pytest.raises(CorruptionError, match=r"lacks an object.*steps/action/c\.0"):
+        with pytest.raises(CorruptionError, match=r"an object is missing.*steps/action/c\.0"):
             copied(source, target, at=at)
         with pytest.raises(StoreNotFoundError):
             opened(target)
@@ -461,7 +461,7 @@ def test_a_record_that_claims_absurdly_many_rows_ends_the_copy_at_once(new_place
     root = Path(source.url)
     record = read_record(root, opened(source).streams[0].id)
     mark(root, record, rows=1 << 61)
-    with pytest.raises(CorruptionError, match="lacks an object"):
+    with pytest.raises(CorruptionError, match="an object is missing"):
         copied(source, target, progress=lambda *_: None)
 
 
@@ -471,7 +471,7 @@ def test_a_lost_chunk_of_a_checkpoint_is_said(new_place: MakePlace) -> None:
     (checkpoint,) = list_checkpoints(storage)
     chunk = f"checkpoints/{checkpoint.id}/state/0/c.0"
     faulty = FaultyStorage(storage, Before(chunk, lambda: storage.delete([chunk])))
-    with pytest.raises(CorruptionError, match=rf"checkpoint '{checkpoint.id}' lacks an object"):
+    with pytest.raises(CorruptionError, match=rf"checkpoint '{checkpoint.id}': an object is missing"):
         copy_objects(faulty, real_storage(target.url))
 
 

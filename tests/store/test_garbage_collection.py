@@ -1,4 +1,4 @@
-"""Storage behind the marks is freed, and nothing that anybody wants ever is."""
+"""Evicted chunks are deleted, and rows that are live or pinned never are."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.faulty import Call, DieAt, Died, FailOnce, FailWhile, FaultyS
 from tests.support.sharding import mark, read_record, rewrite
 from trajstore import ClosedError, DataError, Field, Schema, SnapshotExpiredError, StorageError, Store, Writer
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows
 from trajstore.format.ids import new_id
+from trajstore.format.marks import Marks
 from trajstore.store.garbage_collection import GarbageCollector, check_pins
 
 SCHEMA = Schema(
@@ -175,7 +175,7 @@ def test_marks_are_in_the_records_before_anything_is_deleted(local: Place) -> No
         def before(self, call: Call) -> None:
             if call.action == "delete":
                 self.n_deleted += 1
-                assert first_live_rows(opened(local).streams)[old] == 20
+                assert Marks.live(opened(local).streams)[old] == 20
 
     old, watch = sealed(local, 40), Watch()
     session = Session(local, watch)
@@ -317,7 +317,7 @@ def test_a_checkpoint_that_a_mark_has_passed_is_refused(session: Session) -> Non
     session.sweeper.flush()
     session.sweeper.check_pins({old: 20})
     with pytest.raises(
-        SnapshotExpiredError, match=f"'{old}': the checkpoint wants rows from 19 on, those below 20"
+        SnapshotExpiredError, match=f"'{old}': the checkpoint needs rows from 19 on, but rows below 20"
     ):
         session.sweeper.check_pins({old: 19})
     gone = new_id("gone")
@@ -419,7 +419,7 @@ def test_a_stream_whose_record_readers_of_others_go_by_stays(session: Session, k
     after = opened(session.place)
     assert judge in {record.id for record in after.streams}
     assert_left(session.place, judge, 8, 8)
-    assert first_live_rows(after.streams)[other] == first_live_rows(before.streams)[other]
+    assert Marks.live(after.streams)[other] == Marks.live(before.streams)[other]
     assert len(after.episodes) == len(before.episodes) - 1
     assert after.snapshot.column("c").keys() == before.snapshot.column("c").keys()
 
@@ -430,12 +430,12 @@ def test_the_last_stream_of_the_newest_world_stays(local: Place) -> None:
     session = Session(local)
     session.writer.set_view(first_rows={old: 30})
     session.writer.wait(session.writer.publish_view())
-    assert first_live_rows(opened(local).streams)[old] == 0  # said outside of the newest world
+    assert Marks.live(opened(local).streams)[old] == 0  # said outside of the newest world
     root = Path(local.url)
     mark(root, read_record(root, last), first_row=8)
     session.sweeper.flush()
     assert last in {record.id for record in opened(local).streams}
-    assert first_live_rows(opened(local).streams)[old] == 0
+    assert Marks.live(opened(local).streams)[old] == 0
     session.close()
 
 
@@ -509,14 +509,14 @@ def test_during_the_grace_time_an_older_snapshot_reads_on(local: Place, monkeypa
 
     def wait(seconds: float) -> bool:
         graces.append(seconds)
-        assert first_live_rows(opened(local).streams)[old] == 20
+        assert Marks.live(opened(local).streams)[old] == 20
         assert reader.read_episode(0)["action"].tolist() == list(range(40))
         return False
 
     monkeypatch.setattr(session.sweeper._closing, "wait", wait)
     session.sweeper.want({})
     with session.sweeper._condition:
-        session.sweeper._wanted[old] = 20  # without the thread, which would wait as well
+        session.sweeper._wanted = Marks({old: 20})  # without the thread, which would wait as well
     session.sweeper.flush()
     assert graces == [7.0]
     with pytest.raises(SnapshotExpiredError):
@@ -539,7 +539,7 @@ def test_a_mark_published_during_the_grace_time_of_another_waits_for_its_own(
 
     monkeypatch.setattr(session.sweeper._closing, "wait", publish)
     with session.sweeper._condition:
-        session.sweeper._wanted[old] = 20
+        session.sweeper._wanted = Marks({old: 20})
     session.sweeper.flush()
     assert_left(local, old, 20, 40)
     assert_left(local, other.writer.stream, 0, 40)
@@ -590,12 +590,12 @@ class Life:
     def _want(self, marks: dict[str, int]) -> None:
         self.marks |= marks
         # Without the thread, so that calls have the same numbers every time.
-        self.session.sweeper._wanted |= marks
+        self.session.sweeper._wanted = self.session.sweeper._wanted.raised(marks)
 
     def check(self) -> None:
         """Everything at or above the marks is there, nothing that was never written."""
         store, found = opened(self.place), rows_by_stream(self.place)
-        marks = first_live_rows(store.streams)
+        marks = Marks.live(store.streams)
         rows = {record.id: record.rows for record in store.streams}
         assert all(marks[stream] <= self.marks.get(stream, 0) for stream in marks)
         for stream, offset in ((self.old, 0), (self.own, 100)):
@@ -632,7 +632,7 @@ def test_a_death_at_any_call_leaves_what_is_wanted_and_a_later_session_frees_the
         life.check()
         heir = Session(life.place)
         heir.write(3)
-        marks = first_live_rows(opened(life.place).streams)
+        marks = Marks.live(opened(life.place).streams)
         heir.sweeper.flush()
         for record in opened(life.place).streams:
             for field, left in expected(marks[record.id], record.rows).items():
@@ -730,10 +730,10 @@ def test_close_does_not_wait_for_the_grace_time(local: Place) -> None:
     old = sealed(local, 40)
     session = Session(local, grace_s=3600.0)
     session.sweeper.want({old: 20})
-    until(lambda: first_live_rows(opened(local).streams)[old] == 20)
+    until(lambda: Marks.live(opened(local).streams)[old] == 20)
     session.close()
     assert_left(local, old, 0, 40)
-    with pytest.raises(ClosedError, match="the sweeper is closed"):
+    with pytest.raises(ClosedError, match="the garbage collector is closed"):
         session.sweeper.want({old: 21})
 
 
@@ -778,12 +778,12 @@ class World:
         self.rows[stream] += n + 1
 
     def want(self, i: int, n: int) -> None:
-        wanted, stream = self.sessions[i].sweeper._wanted, self.streams[n % 3]
-        wanted[stream] = max(wanted.get(stream, 0), min(n, self.rows[stream]))
+        sweeper, stream = self.sessions[i].sweeper, self.streams[n % 3]
+        sweeper._wanted = sweeper._wanted.raised({stream: min(n, self.rows[stream])})
 
     def pin(self, _: int, n: int) -> None:
         stream = self.streams[n % 3]
-        self.pins[stream] = max(n, first_live_rows(opened(self.place).streams).get(stream, 0))
+        self.pins[stream] = max(n, Marks.live(opened(self.place).streams).get(stream, 0))
 
     def unpin(self, _: int, n: int) -> None:
         self.pins.pop(self.streams[n % 3], None)
@@ -793,7 +793,7 @@ class World:
 
     def check(self, *, is_swept: bool) -> None:
         records = opened(self.place).streams
-        marks = first_live_rows(records)
+        marks = Marks.live(records)
         for record in records:
             limit = min(marks[record.id], self.pins.get(record.id, 1 << 60))
             for field, left in expected(limit, record.rows).items():

@@ -23,7 +23,7 @@ def episode(*values: int) -> dict[str, Any]:
 
 def test_creating_twice_is_refused_unless_asked_for(place: Any) -> None:
     trajstore.create(place.url, SCHEMA, **place.kwargs)
-    with pytest.raises(trajstore.StoreExistsError, match="is a store already"):
+    with pytest.raises(trajstore.StoreExistsError, match="is already a store"):
         trajstore.create(place.url, **place.kwargs)
     again = trajstore.create(place.url, SCHEMA, exist_ok=True, **place.kwargs)
     assert again.schema == SCHEMA

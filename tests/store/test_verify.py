@@ -27,7 +27,9 @@ from trajstore.format.ids import new_id
 from trajstore.schema import Array
 from trajstore.storage import LocalStorage
 from trajstore.store.checkpoints import Checkpoint, new_checkpoint_id, save
-from trajstore.store.verify import VerifyProblem, VerifyReport, _Verification, verify
+from trajstore.store.verify import VerifyProblem, VerifyReport, verify
+from trajstore.store.verify import nodes as node_checks
+from trajstore.store.verify.inspection import Inspection
 
 STORES = Path(__file__).parents[1] / "stores"
 SCHEMA = Schema(
@@ -260,19 +262,19 @@ def test_a_commit_between_a_record_and_its_nodes_is_no_problem(
     writer = store.writer(commit_seconds=None)
     writer.append_episode(steps(5, 1), terminated=True)
     writer.commit()
-    look = _Verification._node_fault
+    node_fault = node_checks._node_fault
     lock = threading.Lock()
     calls: list[str] = []
 
-    def commit_first(self: _Verification, record: CommitRecord, path: str, expected: object) -> object:
+    def commit_first(inspection: Inspection, record: CommitRecord, path: str, expected: object) -> object:
         with lock:
             if not calls:
                 writer.append_episode(steps(5, 1), terminated=True)
                 getattr(writer, then)()
             calls.append(path)
-        return look(self, record, path, expected)
+        return node_fault(inspection, record, path, expected)
 
-    monkeypatch.setattr(_Verification, "_node_fault", commit_first)
+    monkeypatch.setattr(node_checks, "_node_fault", commit_first)
     assert verify(url).problems == []
     assert calls
     writer.close()
@@ -397,7 +399,7 @@ def test_a_storage_that_stops_answering_is_an_error_at_once(made: Made, monkeypa
         monkeypatch.setattr(LocalStorage, "list_names", fail)
         raise StorageError("can't read the object")
 
-    monkeypatch.setattr("trajstore.store.verify._WAVE_CHUNKS", 1)
+    monkeypatch.setattr("trajstore.store.verify.chunks._WAVE_CHUNKS", 1)
     monkeypatch.setattr(LocalStorage, "get_into", get_into)
     with pytest.raises(StorageError, match="the disk is gone"):
         made.verify()
@@ -475,7 +477,7 @@ def test_a_stream_with_another_schema_is_a_problem(made: Made) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"name": "third"}, "is named 'third'"),
+        ({"name": "third"}, "its name is 'third', but the stream's id does not begin with it"),
         ({"first_row": 21}, "its first row is 21, but it has 20 rows"),
         ({"rank": 3, "world_size": 2}, "its rank is 3, of 2"),
         ({"committed_at": 1e308 * 10}, None),
@@ -522,31 +524,41 @@ def set_span(made: Made, span: int, **values: int) -> None:
             2,
             {"t_start": 5},
             "episode 1, span 2 (rows 11 to 14)",
-            "begins at step 5, the span before it ends at step 4",
+            "begins at step 5, the previous span ends at step 4",
         ),
         (2, {"t_start": 3}, "episode 1, span 2 (rows 11 to 14)", "begins at step 3"),
         (
             0,
             {"t_start": 2},
             "episode 0, span 0 (rows 0 to 7)",
-            "begins at step 2, and the steps before are nowhere",
+            "begins at step 2, but the steps before it are in no span",
         ),
         (
             1,
             {"row_stop": 10},
             "episode 1, span 2 (rows 11 to 14)",
-            "begins at step 4, the span before it ends at step 3",
+            "begins at step 4, the previous span ends at step 3",
         ),
-        (1, {"row_stop": 12}, "episode 1, span 2 (rows 11 to 14)", "begins before the span before it ends"),
-        (3, {"row_stop": 21}, "episode 2, span 3 (rows 14 to 21)", "has rows that are not there, of 20"),
+        (1, {"row_stop": 12}, "episode 1, span 2 (rows 11 to 14)", "begins before the previous span ends"),
+        (3, {"row_stop": 21}, "episode 2, span 3 (rows 14 to 21)", "has rows outside the 20 of its stream"),
         (3, {"row_stop": 19}, "spans", "end at row 19, the record says 20"),
-        (1, {"end": 1}, "episode 1, span 2 (rows 11 to 14)", "goes on with an episode that has ended"),
-        (1, {"has_final": 1}, "episode 1, span 2 (rows 11 to 14)", "goes on with an episode that has ended"),
-        (0, {"has_final": 2}, "episode 0, span 0 (rows 0 to 7)", "has a final row that it can't have"),
+        (1, {"end": 1}, "episode 1, span 2 (rows 11 to 14)", "continues an episode that has ended"),
+        (1, {"has_final": 1}, "episode 1, span 2 (rows 11 to 14)", "continues an episode that has ended"),
+        (0, {"has_final": 2}, "episode 0, span 0 (rows 0 to 7)", "has an invalid number of final rows"),
         (0, {"end": 5}, "episode 0, span 0 (rows 0 to 7)", "has an end other than 0 to 4"),
-        (2, {"env": 3}, "episode 1, span 2 (rows 11 to 14)", "is of environment 3, the span before it of 2"),
-        (0, {"env": 1 << 20}, "episode 0, span 0 (rows 0 to 7)", "has an episode, step or environment"),
-        (0, {"present": 8}, "episode 0, span 0 (rows 0 to 7)", "has episode columns that the schema has not"),
+        (2, {"env": 3}, "episode 1, span 2 (rows 11 to 14)", "is of environment 3, the previous span of 2"),
+        (
+            0,
+            {"env": 1 << 20},
+            "episode 0, span 0 (rows 0 to 7)",
+            "has an episode, step or environment out of range",
+        ),
+        (
+            0,
+            {"present": 8},
+            "episode 0, span 0 (rows 0 to 7)",
+            "has columns that are not in the schema",
+        ),
         (3, {"text_stop": 10**6}, "episode 2, span 3 (rows 14 to 20)", "has text past"),
     ],
 )
@@ -679,8 +691,8 @@ def test_chunks_below_the_first_live_row_need_not_be_there(made: Made) -> None:
     report = made.verify()
     assert report.problems == []
     where = {note.where.split("array ")[1]: note.what for note in report.notes}
-    assert where["'steps/o/x'"] == "objects below row 9, which nobody wants: 2"
-    assert where["'steps/reward'"] == "objects below row 9, which nobody wants: 1"
+    assert where["'steps/o/x'"] == "objects below row 9, evicted and not deleted yet: 2"
+    assert where["'steps/reward'"] == "objects below row 9, evicted and not deleted yet: 1"
     assert "'steps/f'" not in where
     made.chunk("steps/f", 2).unlink()
     assert [p.where for p in made.verify().problems] == [
@@ -725,12 +737,12 @@ def test_leftovers_are_noted(made: Made) -> None:
     notes = {str(note) for note in report.notes}
     stream = f"stream '{made.first}'"
     assert notes == {
-        "scratch: 1 temporary files, of writers at work or of such that died",
+        "scratch: 1 temporary files, of running writers or of writers that died",
         "thesis.tex: not part of a store; readers ignore it",
         "streams/README: not a stream; readers ignore it",
         f"{stream}: 'more' is not named by the record; readers ignore it",
         f"{stream}, array 'steps/f': 'notes.txt' is not a chunk; readers ignore it",
-        f"{stream}, array 'steps/f': objects past its 20 rows, of a commit that is under way or never came: 1",
+        f"{stream}, array 'steps/f': objects past its 20 rows, of an unfinished commit: 1",
     }
 
 

@@ -25,7 +25,7 @@ from trajstore.cli.parameters import AsJson, At, Option, StorageOptions, Url
 from trajstore.cli.stores import open_snapshot
 from trajstore.format.codec import Codec
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows
+from trajstore.format.marks import Marks
 from trajstore.format.zarr_json import parse_json, trajstore_attributes
 from trajstore.schema import Array
 from trajstore.store.checkpoints import list_checkpoints
@@ -56,7 +56,7 @@ def info(
 def _store_facts(snapshot: Snapshot, *, with_sizes: bool) -> Facts:
     storage = snapshot.storage
     root = trajstore_attributes(parse_json(storage.get("zarr.json"), storage.display), "store", storage.display)
-    live = first_live_rows(snapshot.streams)
+    live = Marks.live(snapshot.streams)
     return {
         "url": storage.display,
         "format": root["format"],

@@ -274,7 +274,7 @@ class Session:
         self.collector.raise_pending()
         self.writer.raise_pending()
 
-    def _pins(self) -> dict[str, int]:
+    def _pins(self) -> Mapping[str, int]:
         return checkpoints.pins(self.storage)
 
     def _records(self) -> tuple[CommitRecord, ...]:

@@ -12,7 +12,7 @@ from trajstore.distributed.partitions import Partitions, Policy
 from trajstore.distributed.rank_group import RankGroup
 from trajstore.distributed.redistribution import plan_partitions, read_parts
 from trajstore.errors import RankError
-from trajstore.format.first_live_rows import first_live_rows
+from trajstore.format.marks import Marks
 from trajstore.replay.merged_state import merged_state
 from trajstore.replay.options import (
     OptionChanges,
@@ -88,9 +88,9 @@ class SessionStart:
 
     def first_marks(self) -> dict[str, int]:
         """The first row that this session wants of each stream that exists already."""
-        marks = {stream: row for stream, row in first_live_rows(self.store.snapshot.streams).items() if row}
+        marks = {stream: row for stream, row in Marks.live(self.store.snapshot.streams).items() if row}
         if self.checkpoint is not None:  # also 0: the earlier session may have given up rows since
-            return marks | {stream: extent.first for stream, extent in self.checkpoint.streams.items()}
+            return marks | dict(Marks.pinned_by(self.checkpoint))
         if self.group.size > 1:  # each rank speaks for the streams that it shows
             return {record.id: marks.get(record.id, 0) for record in self.shown().streams}
         return marks

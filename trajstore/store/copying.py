@@ -1,4 +1,4 @@
-"""Copies of stores, or of what a checkpoint shows, at another URL."""
+"""Copies a store, or the view of one checkpoint, to another URL."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from trajstore.errors import (
     StoreExistsError,
 )
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows
 from trajstore.format.ids import is_stream_id
+from trajstore.format.marks import Marks
 from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import Schema
 from trajstore.storage import Put, Storage, open_storage
@@ -24,11 +24,11 @@ from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store, Url, check_root, put_root, read_schema
 from trajstore.store.store import open as open_store
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # bytes copied so far, bytes in total
 
 _WAVE_OBJECTS = 256
-_TRIES = 5
-_PARTS = frozenset({"scratch", "schema", "streams", "checkpoints"})
+_MAX_ATTEMPTS = 5
+_TOP_NAMES = frozenset({"scratch", "schema", "streams", "checkpoints"})
 
 
 def copy(
@@ -41,24 +41,27 @@ def copy(
     progress: Progress | None = None,
     fsync: bool = True,
 ) -> Store:
-    """Copy a store, also one that others write to: what its records said when it began, or later.
+    """Copy a store, even while writers append to it: the copy shows the commits at its start, or later ones.
 
-    The copy becomes a store when all of it is there. One that was interrupted is none, and may be begun again.
-    Nothing is decoded. Between directories of one file system, objects that never change are hard links; within
-    one service the service makes the copies.
+    The copy becomes a store when everything is copied. An interrupted copy is not a store; copy again to the same
+    URL. Chunks are not decoded. Between directories of one file system, objects that never change are hard-linked;
+    within one object store, the service copies the objects.
 
     Args:
-        source_url: The store.
-        target_url: Where nothing is, or what an interrupted copy has left.
-        at: Name or id of a checkpoint, or ``"latest"``: copy only what that shows, and itself.
-        storage_options: For the source, as in `open`.
-        target_options: For the target, as in `open`.
-        progress: Called with the bytes copied and the bytes to copy, now and then, and at the end.
+        source_url: URL of the store.
+        target_url: URL of the copy: an empty location, or the remains of an interrupted copy.
+        at: Name or id of a checkpoint, or ``"latest"``: copy only this checkpoint and the rows that it shows.
+        storage_options: As in `open`, for the source.
+        target_options: As in `open`, for the copy.
+        progress: Called after every wave, and at the end, with the bytes copied so far and in total.
         fsync: As in `open`, for the copy.
 
+    Returns:
+        The copy, opened.
+
     Raises:
-        StoreExistsError: The target is taken.
-        CorruptionError: The source lacks an object.
+        StoreExistsError: The target is a store already, or holds something else.
+        CorruptionError: An object of the source is missing.
         SnapshotExpiredError: The store changes faster than it can be copied; copy a checkpoint of it.
     """
     target = open_storage(target_url, target_options, fsync=fsync)
@@ -69,36 +72,40 @@ def copy(
 def copy_objects(
     source: Storage, target: Storage, *, at: str | None = None, progress: Progress | None = None
 ) -> None:
-    """`copy`, between storages."""
+    """Copy a store between storages; see `copy`."""
     check_root(source)
     schema = read_schema(source)
     checkpoint = None if at is None else find(source, at)
     _clear(target)
-    copying: _Copying = _Live(source, target, schema, progress)
+    copying: _Copying = _StoreCopying(source, target, schema, progress)
     if checkpoint is not None:
-        copying = _Fixed(source, target, schema, progress, checkpoint)
+        copying = _CheckpointCopying(source, target, schema, progress, checkpoint)
     records, checkpoints = copying.copy_chunks()
     _put_records(target, records)
     copying.copy_checkpoints(checkpoints)
     if schema is not None:
         source.copy("schema/zarr.json", target, "schema/zarr.json")
-    _verify(target, schema, records)
+    _check_records(target, schema, records)
     if not put_root(target):
-        raise StoreExistsError(f"{target.display} became a store while it was copied to")
+        raise StoreExistsError(f"{target.display}: another process created a store there during the copy")
     copying.report_end()
 
 
 def _clear(target: Storage) -> None:
-    """Remove what an interrupted copy has left; refuse to touch anything else."""
+    """Remove the remains of an interrupted copy.
+
+    Raises:
+        StoreExistsError: The target holds anything else.
+    """
     names = set(target.list_names(""))
     if "zarr.json" in names:
-        raise StoreExistsError(f"{target.display} is taken; choose another place for the copy")
-    left = [f"{part}/{name}" for part in ("streams", "checkpoints") for name in target.list_names(part)]
-    left = [key for key in left if not key.endswith("/zarr.json")]
-    is_ours = names <= _PARTS and all(is_stream_id(key.partition("/")[2]) for key in left)
-    if not is_ours or not set(target.list_names("schema")) <= {"zarr.json"}:
-        raise StoreExistsError(f"{target.display} is not empty; choose another place for the copy")
-    for key in (*left, "schema"):
+        raise StoreExistsError(f"{target.display} is already a store; choose another location for the copy")
+    remains = [f"{part}/{name}" for part in ("streams", "checkpoints") for name in target.list_names(part)]
+    remains = [key for key in remains if not key.endswith("/zarr.json")]
+    is_copy = names <= _TOP_NAMES and all(is_stream_id(key.partition("/")[2]) for key in remains)
+    if not is_copy or not set(target.list_names("schema")) <= {"zarr.json"}:
+        raise StoreExistsError(f"{target.display} is not empty; choose another location for the copy")
+    for key in (*remains, "schema"):
         target.remove_tree(key)
 
 
@@ -110,23 +117,24 @@ def _put_records(target: Storage, records: Mapping[str, CommitRecord]) -> None:
         target.put(record.key, record.to_bytes())
 
 
-def _verify(target: Storage, schema: Schema | None, records: Mapping[str, CommitRecord]) -> None:
+def _check_records(target: Storage, schema: Schema | None, records: Mapping[str, CommitRecord]) -> None:
+    """Check that a reader of the copy finds exactly these records."""
     found = {record.id: record for record in Snapshot.load(target, schema).streams}
     if found != dict(records):
         wrong = sorted(id_ for id_ in found.keys() | records.keys() if found.get(id_) != records.get(id_))
-        raise CorruptionError(f"{target.display}: streams differ from what was copied: {', '.join(wrong)}")
+        raise CorruptionError(f"{target.display}: streams differ from the copied ones: {', '.join(wrong)}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """One chunk object of a stream."""
+    """One object to copy."""
 
     key: str
-    may_link: bool
+    may_link: bool  # it never changes, so a hard link will do
 
 
 class _Copying:
-    """Copies objects in waves, and says how far it has come."""
+    """Copies objects in waves, and reports progress."""
 
     def __init__(self, source: Storage, target: Storage, schema: Schema | None, progress: Progress | None) -> None:
         self._source = source
@@ -135,10 +143,10 @@ class _Copying:
         self._progress = progress
         self._n_bytes = 0
         self._total_bytes = 0
-        self._copied: dict[str, CommitRecord] = {}  # what is there of each stream already
+        self._copied: dict[str, CommitRecord] = {}  # by stream: the record up to which it is copied
 
     def copy_chunks(self) -> tuple[dict[str, CommitRecord], Sequence[Checkpoint]]:
-        """Copy the chunks of every stream; the records that name them, and checkpoints of which all is there."""
+        """Copy the chunks of every stream; returns the records that name them, and checkpoints of copied rows."""
         raise NotImplementedError
 
     def copy_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -158,15 +166,19 @@ class _Copying:
             self._progress(self._total_bytes, self._total_bytes)
 
     def _drop(self, checkpoint: Checkpoint, error: Exception) -> None:
-        """Leave out a checkpoint that was removed meanwhile."""
+        """Leave out a checkpoint that was removed during the copy.
+
+        Raises:
+            CorruptionError: It still exists, so an object of it is missing.
+        """
         self._target.remove_tree(f"checkpoints/{checkpoint.id}")
         if checkpoint in list_checkpoints(self._source):
-            raise CorruptionError(f"checkpoint '{checkpoint.id}' lacks an object: {error}") from error
+            raise CorruptionError(f"checkpoint '{checkpoint.id}': an object is missing: {error}") from error
 
     def _measure(
         self, records: Mapping[str, CommitRecord], first: Mapping[str, int], checkpoints: Sequence[Checkpoint]
     ) -> None:
-        """Find out how much there is to copy, if anybody wants to know."""
+        """Sum up the bytes to copy, if progress is reported."""
         if self._progress is None or self._total_bytes:
             return
         self._total_bytes += sum(self._stream_bytes(record, first[record.id]) for record in records.values())
@@ -179,9 +191,9 @@ class _Copying:
 
     def _stream_bytes(self, record: CommitRecord, first: int) -> int:
         sizes = self._sizes(record)
-        # Where one is missing the copy will end, however many the record claims there are.
-        there = itertools.takewhile(lambda o: o.key in sizes, _objects(record, first, None))
-        return sum(sizes[o.key] for o in there)
+        # The copy fails at the first missing object; a damaged record may claim any number after it.
+        existing = itertools.takewhile(lambda o: o.key in sizes, _objects(record, first, None))
+        return sum(sizes[o.key] for o in existing)
 
     def _sizes(self, record: CommitRecord) -> dict[str, int]:
         return {} if self._progress is None else self._source.tree_sizes(f"streams/{record.id}")
@@ -201,19 +213,19 @@ class _Copying:
 
 
 def _objects(record: CommitRecord, first: int, copied: CommitRecord | None) -> Iterator[_Object]:
-    """The objects that hold rows a record names, from row ``first`` on, but for those copied for an older one."""
+    """Objects with rows that a record names, from row ``first`` on; without those copied for an older record."""
     for path, layout in record.layouts.items():
         size = layout.shard_rows or layout.chunk_rows
         n_rows, start = record.length(path), first // size if path.startswith("steps/") else 0
-        if copied is not None and not path.startswith("columns/"):  # those are written anew in the same places
+        if copied is not None and not path.startswith("columns/"):  # columns are replaced in the same places
             start = max(start, copied.length(path) // size)
         for i in range(start, -(-n_rows // size)):
             key = f"streams/{record.id}/{path}/{layout.chunk_key(i * layout.chunks_per_shard)}"
             yield _Object(key, record.is_sealed and (i + 1) * size <= n_rows)
 
 
-class _Fixed(_Copying):
-    """Copies what a checkpoint shows: it is pinned, so nothing of it goes away."""
+class _CheckpointCopying(_Copying):
+    """Copies the rows that a checkpoint shows: they are pinned, so they are not evicted during the copy."""
 
     def __init__(
         self,
@@ -248,16 +260,16 @@ class _Fixed(_Copying):
         return CheckpointNotFoundError(f"checkpoint '{self._checkpoint.id}' was removed while it was copied")
 
 
-class _Live(_Copying):
-    """Copies a store that others may write to."""
+class _StoreCopying(_Copying):
+    """Copies a whole store, which writers may change during the copy."""
 
     def copy_chunks(self) -> tuple[dict[str, CommitRecord], Sequence[Checkpoint]]:
-        for _ in range(_TRIES):
+        for _ in range(_MAX_ATTEMPTS):
             checkpoints = list_checkpoints(self._source)
-            # A column names rows of other streams: records that are read after it have them.
+            # A column names rows of other streams. Records that are read after the column have those rows.
             older = self._read_records()
             records = {id_: _with_columns_of(older.get(id_), r) for id_, r in self._read_records().items()}
-            first = _wanted(records, checkpoints)
+            first = _wanted_rows(records, checkpoints)
             self._measure(records, first, checkpoints)
             try:
                 for record in records.values():
@@ -265,7 +277,7 @@ class _Live(_Copying):
             except FileNotFoundError as error:
                 self._check_eviction(first, error)
             else:
-                if not _are_written_anew(records, self._read_records()):
+                if not _are_columns_replaced(records, self._read_records()):
                     self._drop_others(records)
                     return records, checkpoints
         raise SnapshotExpiredError(
@@ -276,37 +288,40 @@ class _Live(_Copying):
         return {record.id: record for record in Snapshot.load(self._source, self._schema).streams}
 
     def _check_eviction(self, first: Mapping[str, int], error: FileNotFoundError) -> None:
-        """What is missing was evicted if somebody gave up rows or removed something meanwhile, else it is lost."""
+        """Return if rows were evicted or removed during the copy.
+
+        Raises:
+            CorruptionError: Nothing was evicted, so the missing object is lost.
+        """
         checkpoints = list_checkpoints(self._source)
-        now = _wanted(self._read_records(), checkpoints)
+        now = _wanted_rows(self._read_records(), checkpoints)
         if all(now.get(stream, row + 1) <= row for stream, row in first.items()):
-            raise CorruptionError(f"{self._source.display} lacks an object: {error}") from error
+            raise CorruptionError(f"{self._source.display}: an object is missing: {error}") from error
 
     def _drop_others(self, records: Mapping[str, CommitRecord]) -> None:
-        """Remove what an earlier try has copied of streams that are no more."""
-        there = filter(is_stream_id, self._target.list_names("streams"))
-        for stream in set(there) - records.keys():
+        """Remove streams that an earlier attempt copied and that no longer exist in the source."""
+        copied = filter(is_stream_id, self._target.list_names("streams"))
+        for stream in set(copied) - records.keys():
             self._target.remove_tree(f"streams/{stream}")
 
 
-def _wanted(records: Mapping[str, CommitRecord], checkpoints: Sequence[Checkpoint]) -> dict[str, int]:
-    """By stream, the first row that anybody wants."""
-    wanted = first_live_rows(list(records.values()))
+def _wanted_rows(records: Mapping[str, CommitRecord], checkpoints: Sequence[Checkpoint]) -> Marks:
+    """By stream id, the first row that is live or pinned by a checkpoint."""
+    wanted = Marks.live(list(records.values()))
     for checkpoint in checkpoints:
-        for stream, cut in checkpoint.streams.items():
-            if stream in wanted:
-                wanted[stream] = min(wanted[stream], cut.first)
+        wanted = wanted.lowered(Marks.pinned_by(checkpoint))
     return wanted
 
 
 def _with_columns_of(older: CommitRecord | None, record: CommitRecord) -> CommitRecord:
+    """A record with the derived columns of an older record of its stream; without columns if that is None."""
     columns = {} if older is None else {p: a for p, a in older.layouts.items() if p.startswith("columns/")}
     others = {path: a for path, a in record.layouts.items() if not path.startswith("columns/")}
     return replace(record, columns=older.columns if older else {}, layouts={**others, **columns})
 
 
-def _are_written_anew(records: Mapping[str, CommitRecord], now: Mapping[str, CommitRecord]) -> bool:
-    """Whether a column has a generation newer than the one that was copied: it may have been overwritten."""
+def _are_columns_replaced(records: Mapping[str, CommitRecord], now: Mapping[str, CommitRecord]) -> bool:
+    """Whether a column has a newer generation than the copied one, which may have been overwritten."""
     return any(
         now[id_].columns[target][name].generation > state.generation
         for id_, record in records.items()

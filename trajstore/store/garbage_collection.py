@@ -1,4 +1,4 @@
-"""Frees storage behind the rows that are still wanted, in the background."""
+"""Deletes evicted chunks and streams from the storage, in the background."""
 
 from __future__ import annotations
 
@@ -13,41 +13,37 @@ from trajstore.errors import ClosedError, SnapshotExpiredError
 from trajstore.format.argument_checks import check_stream_ids
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows, newest_world
+from trajstore.format.marks import Marks, newest_world
 from trajstore.storage import Storage
 from trajstore.writing.stream_appender import remove_stream
 from trajstore.writing.writer import Writer
 
 _log = logging.getLogger(__name__)
 
-
 _WAVE_KEYS = 512  # objects deleted at a time
-
-
-_RETRY_S = 1.0  # at least so long after a failure
-
-
+_RETRY_S = 1.0  # shortest wait after a failed sweep
 _CHUNK_NAME = re.compile(r"c\.(0|[1-9][0-9]{0,17})(\.0)*\Z")
 
 
 class GarbageCollector:
-    """Deletes chunks that no session of the newest world and no checkpoint wants any more.
+    """Deletes chunks that neither a session of the newest world nor a checkpoint needs.
 
-    Marks are published first, in the writer's record. After a grace time, in which readers may finish what they
-    began with an older snapshot, the records are read again, then the checkpoints; what lies wholly below both
-    is deleted. So whoever puts a checkpoint and then finds by `check_pins` that no mark has passed it keeps its
-    rows. A crash at any point leaves chunks that nobody is shown, which the next session's sweeper deletes.
+    A *sweep* first publishes the session's marks in the writer's record. After a grace time, in which readers may
+    finish with an older snapshot, it reads the records again, then the checkpoints, and deletes the chunks whose
+    rows all lie below the live rows and below the pinned rows. So a checkpoint that is put, and for which
+    `check_pins` then finds that no mark has passed it, keeps its rows. A crash at any point leaves chunks that
+    readers ignore; the garbage collector of a later session deletes them.
 
-    Everything but `want` may wait for the storage. Failures in the background are logged, raised once by
-    `raise_pending` or `close`, and made good by the next sweep, which follows by itself. Thread-safe; belongs to
-    the process of its writer.
+    All methods but `want` may wait for the storage. A failure in the background is logged, raised once by
+    `raise_pending` or `close`, and repaired by the next sweep, which follows without being requested. Thread-safe;
+    to be used only in the process of its writer.
 
     Args:
-        storage: Where the store is.
-        writer: The session's writer, through which marks are published; close it after the sweeper.
-        grace_s: How long a mark is published before anything below it is deleted.
-        pins: By stream, the smallest row that any checkpoint wants; every stream that one lists is named.
-        records: The newest commit record of every stream, read from the storage when called.
+        storage: Storage of the store.
+        writer: The session's writer, which publishes the marks. Close it after the garbage collector.
+        grace_s: Seconds between publishing a mark and deleting the chunks below it.
+        pins: Returns, by stream id, the smallest row that any checkpoint needs, for every stream that one lists.
+        records: Returns the newest commit record of every stream, read from the storage at each call.
     """
 
     def __init__(
@@ -65,60 +61,59 @@ class GarbageCollector:
         self._pins = pins
         self._records = records
         self._condition = threading.Condition()
-        self._wanted: dict[str, int] = {}  # guarded by the condition
-        self._published: dict[str, int] = {}  # the same
-        self._is_due = False  # the same
-        self._failure: BaseException | None = None  # not yet raised to anybody
+        self._wanted = Marks()  # to be published; guarded by the condition, as the next three are
+        self._published = Marks()
+        self._is_due = False
+        self._failure: BaseException | None = None  # not raised yet
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._publishing = threading.Lock()
-        self._sweeping = threading.Lock()  # one sweep at a time; guards what follows
-        self._freed: dict[tuple[str, str], int] = {}  # by stream and array: objects that are deleted, from 0 on
-        self._removing: set[str] = set()  # streams whose record may be gone and whose chunks are there still
+        self._sweeping = threading.Lock()  # one sweep at a time; guards the next two
+        self._freed: dict[tuple[str, str], int] = {}  # by stream and array: number of leading objects deleted
+        self._removing: set[str] = set()  # streams whose record may be deleted and whose chunks are not
         self._counts = dict.fromkeys(("n_chunks_deleted", "n_streams_removed", "n_sweeps"), 0)
 
     def want(self, marks: Mapping[str, int]) -> None:
-        """This session no longer wants rows below these, by stream; what was given up stays so.
+        """Raise the session's marks: by stream id, the first row that it still wants. Marks never go back.
 
-        Cheap: what follows from it happens in the background.
+        Returns at once; marks are published and chunks deleted in the background.
         """
         with self._condition:
             if self._closing.is_set():
-                raise ClosedError("the sweeper is closed")
-            for stream, row in marks.items():
-                if stream not in self._wanted:
-                    check_stream_ids((stream,), "marks")
-                self._wanted[stream] = max(operator.index(row), self._wanted.get(stream, 0))
-                self._is_due = self._is_due or self._wanted[stream] > self._published.get(stream, 0)
+                raise ClosedError("the garbage collector is closed")
+            check_stream_ids([stream for stream in marks if stream not in self._wanted], "marks")
+            self._wanted = self._wanted.raised({s: max(0, operator.index(row)) for s, row in marks.items()})
+            if any(self._wanted[stream] > self._published.get(stream, 0) for stream in marks):
+                self._is_due = True
             if self._is_due:
                 self._start()
                 self._condition.notify_all()
 
     def publish(self) -> None:
-        """Publish the marks; returns when no reader is shown what is below. Deleting it comes later."""
+        """Publish the marks. When this returns, new snapshots hide the rows below; they are deleted later."""
         with self._publishing:
             self._publish()
 
     def flush(self) -> None:
-        """Publish the marks and delete what nobody wants now; returns when it is gone, after the grace time."""
+        """Run one sweep now: publish the marks, wait for the grace time, and delete unneeded chunks."""
         with self._sweeping:
             self._sweep()
 
     def check_pins(self, wanted: Mapping[str, int]) -> None:
-        """See `check_pins`, by the records as they are now."""
+        """Check a checkpoint against the newest records; see the function `check_pins`."""
         check_pins(wanted, self._records())
 
     def raise_pending(self) -> None:
-        """Raise a failure of the background that nobody has seen yet; each is raised once."""
+        """Raise the last failure of the background thread, unless it was raised before."""
         with self._condition:
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def close(self) -> None:
-        """End the background thread, in the middle of the grace time if need be; raises what is left to raise.
+        """Stop the background thread, without waiting for the grace time; raises a failure not raised before.
 
-        What is not deleted yet is left to a later session. May be called again.
+        Chunks that are not deleted yet are left to a later session. May be called again.
         """
         with self._condition:
             self._closing.set()
@@ -128,12 +123,12 @@ class GarbageCollector:
         self.raise_pending()
 
     def stats(self) -> dict[str, Any]:
-        """Counters of what was deleted (by others as well, perhaps), and the marks by stream."""
+        """Numbers of deleted chunks and streams (some may have been deleted by others), and the marks by stream."""
         with self._condition:
             return {**self._counts, "marks": dict(self._wanted)}
 
     def __repr__(self) -> str:
-        return f"<Sweeper of {self._storage.display} for stream {self._writer.stream}>"
+        return f"<GarbageCollector of {self._storage.display} for stream {self._writer.stream}>"
 
     def _start(self) -> None:
         if self._thread is None:
@@ -145,11 +140,11 @@ class GarbageCollector:
             try:
                 with self._sweeping:
                     self._sweep()
-            except ClosedError as failure:  # of this, or of the writer: no other try would help
+            except ClosedError as failure:  # this or the writer is closed: another attempt would not help
                 if not self._closing.is_set():
                     self._fail(failure)
                 return
-            except BaseException as failure:  # whatever it is, somebody must hear of it
+            except BaseException as failure:  # keep any failure, to raise it to a caller
                 self._fail(failure)
                 self._closing.wait(max(self._grace_s, _RETRY_S))
 
@@ -159,7 +154,7 @@ class GarbageCollector:
             return not self._closing.is_set()
 
     def _fail(self, failure: BaseException) -> None:
-        _log.warning("a sweep failed in the background and will be tried again: %s", failure)
+        _log.warning("garbage collection failed in the background and will be tried again: %s", failure)
         with self._condition:
             self._failure, self._is_due = failure, True
 
@@ -167,46 +162,46 @@ class GarbageCollector:
         with self._condition:
             self._is_due = False
         self.publish()
-        # Marks that others have published since have not had their grace time, so they wait for another sweep.
-        aged = first_live_rows(self._records()) if self._grace_s > 0 else None
+        # Marks that others publish from here on get their grace time before a later sweep.
+        aged = Marks.live(self._records()) if self._grace_s > 0 else None
         if self._closing.wait(self._grace_s) if self._grace_s > 0 else self._closing.is_set():
-            raise ClosedError("the sweeper was closed before it could delete anything")
+            raise ClosedError("the garbage collector was closed before it could delete anything")
         records = sorted(self._records(), key=lambda record: (record.created_at, record.id))
-        marks = first_live_rows(records)
+        marks = Marks.live(records)
         if aged is not None:
-            marks = {stream: min(row, aged.get(stream, 0)) for stream, row in marks.items()}
-        # Checkpoints last: one that is put after this reads the marks again, and finds those that count here.
+            marks = marks.lowered({stream: aged.get(stream, 0) for stream in marks})
+        # Read checkpoints last: one that is put later reads the marks again, and finds the marks used here.
         self._delete(records, marks, self._pins())
         with self._condition:
             self._counts["n_sweeps"] += 1
-            self._failure = None  # overcome before anybody asked; the log has it
+            self._failure = None  # repaired before it was raised; the log has it
 
     def _publish(self) -> None:
         own = self._writer.stream
         with self._condition:
-            wanted = dict(self._wanted)
+            wanted = self._wanted
         if not wanted:
             return
-        wanted[own] = min(wanted.get(own, 0), self._writer.committed_rows)
-        said = self._writer.first_rows
-        news = {stream: row for stream, row in wanted.items() if row > said.get(stream, 0)}
-        self._writer.set_view(first_row=news.pop(own, None), first_rows=news)
+        wanted = wanted.raised({own: 0}).lowered({own: self._writer.committed_rows})
+        published = self._writer.first_rows
+        raised = {stream: row for stream, row in wanted.items() if row > published.get(stream, 0)}
+        self._writer.set_view(first_row=raised.pop(own, None), first_rows=raised)
         self._writer.wait(self._writer.publish_view())
         with self._condition:
             self._published = wanted
 
     def _delete(self, records: Sequence[CommitRecord], marks: Mapping[str, int], pins: Mapping[str, int]) -> None:
-        """Delete what lies below the marks and below the pins."""
+        """Delete the chunks whose rows all lie below the marks and below the pins."""
         for stream in sorted(self._removing):
             self._remove(stream)
         dead = {stream for record in records for stream in record.view.dead}
-        left = list(records)
+        kept = list(records)
         for record in records:
             is_finished = record.is_sealed or record.id in dead
-            is_gone = 0 < record.rows <= marks[record.id] and record.id not in pins
-            if is_finished and is_gone and record.id != self._writer.stream and not _is_needed(record, left):
+            is_evicted = 0 < record.rows <= marks[record.id] and record.id not in pins
+            if is_finished and is_evicted and record.id != self._writer.stream and not _is_needed(record, kept):
                 self._remove(record.id)
-                left.remove(record)
+                kept.remove(record)
             else:
                 limit = min(marks[record.id], record.rows)
                 self._free(record, min(limit, pins.get(record.id, limit)))
@@ -219,7 +214,7 @@ class GarbageCollector:
         self._count("n_streams_removed", 1)
 
     def _free(self, record: CommitRecord, limit: int) -> None:
-        """Delete the step objects of a stream of which every row is below ``limit``."""
+        """Delete the step objects of a stream whose rows all lie below ``limit``."""
         for path, layout in record.layouts.items():
             if path.startswith("steps/"):
                 self._free_column(record.id, path, layout, limit // (layout.shard_rows or layout.chunk_rows))
@@ -229,7 +224,7 @@ class GarbageCollector:
         if stop <= (start or 0):
             return
         folder = f"streams/{stream}/{path}"
-        if start is None:  # what earlier sessions have left there, of perhaps millions that they have deleted
+        if start is None:  # earlier sessions may have deleted millions of chunks: list the remaining ones
             names: Iterable[str] = _chunk_names(self._storage.list_names(folder), stop)
         else:
             names = (layout.chunk_key(i * layout.chunks_per_shard) for i in range(start, stop))
@@ -245,29 +240,31 @@ class GarbageCollector:
 
 
 def check_pins(wanted: Mapping[str, int], records: Sequence[CommitRecord]) -> None:
-    """See that nothing a checkpoint wants is given up: called when it is put, with records read after.
+    """Check that no mark has passed the rows of a checkpoint.
+
+    Call it after the incomplete checkpoint was put, with records that were read after that.
 
     Args:
-        wanted: By stream, the first row that the checkpoint wants; no streams of which it wants none.
+        wanted: By stream id, the first row that the checkpoint needs; without streams of which it needs no rows.
         records: The newest commit record of every stream.
 
     Raises:
-        SnapshotExpiredError: A mark has passed one of these rows, or the stream is gone. What is below the mark may
-            be deleted at any time, so the checkpoint must be withdrawn.
+        SnapshotExpiredError: A mark has passed one of these rows, or a stream was removed. Rows below a mark may be
+            deleted at any time, so the checkpoint must be withdrawn.
     """
-    marks = first_live_rows(records)
+    live = Marks.live(records)
     for stream, row in wanted.items():
-        if stream not in marks:
+        if stream not in live:
             raise SnapshotExpiredError(f"stream '{stream}' was removed; take the checkpoint again")
-        if marks[stream] > row:
+        if live[stream] > row:
             raise SnapshotExpiredError(
-                f"stream '{stream}': the checkpoint wants rows from {row} on, those below {marks[stream]} are"
-                " evicted; take it again"
+                f"stream '{stream}': the checkpoint needs rows from {row} on, but rows below {live[stream]} are"
+                " evicted; take the checkpoint again"
             )
 
 
 def _is_needed(record: CommitRecord, records: Sequence[CommitRecord]) -> bool:
-    """Whether readers of other streams go by what this record says."""
+    """Whether this record says something that readers of the other streams need."""
     world = newest_world(records)
     named = {*record.columns, *record.view.discarded, *record.view.dead}
     if record.replaces is not None:
@@ -279,6 +276,6 @@ def _is_needed(record: CommitRecord, records: Sequence[CommitRecord]) -> bool:
 
 
 def _chunk_names(names: Iterable[str], stop: int) -> list[str]:
-    """The names that are those of chunk objects before object ``stop``."""
+    """Names of chunk objects whose number is below ``stop``."""
     found = ((name, _CHUNK_NAME.match(name)) for name in names)
     return [name for name, match in found if match is not None and int(match[1]) < stop]

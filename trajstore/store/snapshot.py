@@ -1,4 +1,4 @@
-"""An unchanging view of some commits: which streams, which episodes, and their rows."""
+"""An immutable view of a store at one moment: its streams, its episodes and their rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
 from trajstore.format.checkpoint_record import StreamExtent
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.episode_table import EpisodeTable
-from trajstore.format.first_live_rows import first_live_rows
 from trajstore.format.handles import EpisodeKey
 from trajstore.format.ids import is_stream_id
+from trajstore.format.marks import Marks
 from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
@@ -24,8 +24,8 @@ from trajstore.store.stream_reader import MissingChunkError, StreamReader, conca
 T = TypeVar("T")
 
 
-class Cuts(Protocol):
-    """What `Snapshot.at` needs of a checkpoint."""
+class StreamExtents(Protocol):
+    """The part of a checkpoint that `Snapshot.at` needs: its id and the extent of each stream."""
 
     @property
     def id(self) -> str: ...
@@ -35,11 +35,11 @@ class Cuts(Protocol):
 
 
 class _Stream:
-    """One stream of a snapshot: its reader, and its spans, read once and extended by later snapshots."""
+    """One stream of a snapshot. Its spans are read once; later snapshots read only new ones."""
 
     def __init__(self, reader: StreamReader, known: Spans | None = None) -> None:
         self.reader = reader
-        self._known = known  # spans an earlier snapshot has read; a prefix of ours
+        self._known = known  # spans that an earlier snapshot has read: a prefix of these
 
     @property
     def record(self) -> CommitRecord:
@@ -57,43 +57,44 @@ class _Stream:
 
 
 class Snapshot:
-    """What the store held at one moment; immutable, thread-safe, cheap to make.
+    """An immutable view of a store at one moment.
 
-    It names one commit of each stream. Span tables are read when first asked for, rows when read.
+    A snapshot names one commit of each stream. It reads span tables on first use, and rows when they are requested.
+    It is thread-safe, and cheap to make and to pickle.
     """
 
     def __init__(self, storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream]) -> None:
         self._storage = storage
         self._schema = schema
         self._streams = dict(streams)
-        self._pins: dict[str, str] = {}  # by stream: the checkpoint that keeps its rows from being evicted
+        self._pins: dict[str, str] = {}  # by stream: id of the checkpoint that pins its rows
 
     @staticmethod
-    def at(storage: Storage, schema: Schema | None, checkpoint: Cuts) -> Snapshot:
-        """What a checkpoint shows: each of its streams as far as it lists it, with open episodes as cut.
+    def at(storage: Storage, schema: Schema | None, checkpoint: StreamExtents) -> Snapshot:
+        """The view of a checkpoint: each of its streams up to its extent, with open episodes shown as cut.
 
-        Reads the records of those streams that went on, in one wave.
+        Reads, in one wave, the records of the streams that were still open when the checkpoint was taken.
 
         Raises:
-            CorruptionError: A stream is missing, or has less than the checkpoint lists.
+            CorruptionError: A stream is missing, or has fewer rows than the checkpoint lists.
         """
         where = f"{storage.display}: checkpoint '{checkpoint.id}'"
-        cuts = checkpoint.streams
-        records = {name: cut.record for name, cut in cuts.items() if cut.record is not None}
-        records |= _read_records(storage, [name for name in cuts if name not in records])
-        if missing := [name for name in cuts if name not in records]:
+        extents = checkpoint.streams
+        records = {name: extent.record for name, extent in extents.items() if extent.record is not None}
+        records |= _read_records(storage, [name for name in extents if name not in records])
+        if missing := [name for name in extents if name not in records]:
             raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
         try:
-            ended = {name: cut.truncate(records[name]) for name, cut in cuts.items()}
+            ended = {name: extent.truncate(records[name]) for name, extent in extents.items()}
         except CorruptionError as error:
             raise CorruptionError(f"{where}: {error}") from error
         streams = {name: _Stream(StreamReader(storage, record)) for name, record in ended.items()}
-        snapshot = Snapshot._of(storage, schema, streams, streams.values())
+        snapshot = Snapshot._from_streams(storage, schema, streams, streams.values())
         snapshot._pins = dict.fromkeys(streams, checkpoint.id)
         return snapshot
 
     @staticmethod
-    def _of(
+    def _from_streams(
         storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream], new: Iterable[_Stream]
     ) -> Snapshot:
         _check_schemas(storage, schema, new)
@@ -103,27 +104,35 @@ class Snapshot:
 
     @staticmethod
     def load(storage: Storage, schema: Schema | None, before: Snapshot | None = None) -> Snapshot:
-        """The newest commit of every stream: one listing, and one wave of reads for what may have changed."""
+        """The newest commit of every stream.
+
+        Costs one listing, and one wave of reads of the records that may have changed since ``before``.
+        """
         old = before._streams if before else {}
         names = [name for name in storage.list_names("streams") if is_stream_id(name)]
         dead = {stream for s in old.values() for stream in s.record.view.dead}
-        asked = [n for n in names if n not in old or not (old[n].record.is_sealed or n in dead)]
-        records = _read_records(storage, asked)
+        may_have_changed = [n for n in names if n not in old or not (old[n].record.is_sealed or n in dead)]
+        records = _read_records(storage, may_have_changed)
         streams: dict[str, _Stream] = {}
         for name in names:
             record = records.get(name)
             if record is None:
-                if name in old and name not in asked:
+                if name in old and name not in may_have_changed:
                     streams[name] = old[name]
             elif name not in old:
                 streams[name] = _Stream(StreamReader(storage, record))
-            else:  # a backend may answer with an older record; a reader never goes back in time
+            else:  # a backend may return an older record; a snapshot never goes back in time
                 is_newer = record.commit >= old[name].record.commit
                 streams[name] = old[name].advanced(record) if is_newer else old[name]
-        return Snapshot._of(storage, schema, streams, [s for name, s in streams.items() if name not in old])
+        return Snapshot._from_streams(
+            storage, schema, streams, [s for name, s in streams.items() if name not in old]
+        )
 
     def advanced(self, record: CommitRecord) -> Snapshot:
-        """The same with one stream as a record says, unless it is newer here already; reads nothing."""
+        """This view with one stream advanced to a record; reads nothing.
+
+        Returns the same snapshot if it already shows that commit or a newer one.
+        """
         old = self._streams.get(record.id)
         if old is not None and old.record.commit >= record.commit:
             return self
@@ -134,14 +143,14 @@ class Snapshot:
         return snapshot
 
     def joined(self, other: Snapshot, world: str) -> Snapshot:
-        """This view and, of another, the streams of one world."""
+        """This view plus the streams of one world from another view."""
         more = {name: s for name, s in other._streams.items() if s.record.world == world}
         snapshot = Snapshot(self._storage, self._schema or other.schema, {**self._streams, **more})
         snapshot._pins = self._pins
         return snapshot
 
     def ended(self, names: Collection[str]) -> Snapshot:
-        """The same view, with some streams as of writers that are dead: what they left open is cut."""
+        """This view with some streams treated as finished: their open episodes are shown as cut."""
         streams = dict(self._streams)
         for name in names:
             if name in streams and not streams[name].record.is_sealed:
@@ -151,26 +160,26 @@ class Snapshot:
         return snapshot
 
     def only(self, chosen: Callable[[CommitRecord], bool]) -> Snapshot:
-        """The same view of some of the streams."""
+        """This view restricted to the streams whose records satisfy a condition."""
         streams = {name: stream for name, stream in self._streams.items() if chosen(stream.record)}
         snapshot = Snapshot(self._storage, self._schema, streams)
         snapshot._pins = self._pins
         return snapshot
 
     def cuts(self) -> dict[str, StreamExtent]:
-        """What this view shows of every stream, for a checkpoint; streams of which no row is left are left out."""
+        """The extent of every stream in this view, for a checkpoint; streams without live rows are left out."""
         records = self.streams
-        marks, discarded = first_live_rows(records), _discarded(records)
-        cuts: dict[str, StreamExtent] = {}
+        live, discarded = Marks.live(records), _discarded(records)
+        extents: dict[str, StreamExtent] = {}
         for r in records:
             episodes = tuple(sorted(discarded.get(r.shown_as, ())))
-            cut = StreamExtent(min(marks[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
-            if cut.first < cut.stop:
-                cuts[r.id] = replace(cut, record=cut.truncate(r)) if r.is_sealed else cut
-        return cuts
+            extent = StreamExtent(min(live[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
+            if extent.first < extent.stop:
+                extents[r.id] = replace(extent, record=extent.truncate(r)) if r.is_sealed else extent
+        return extents
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process gets the same commits and reads their span tables itself.
+        # The other process gets the same records, and reads the span tables itself.
         records = {name: stream.record.to_bytes() for name, stream in self._streams.items()}
         return {
             "storage": self._storage,
@@ -191,22 +200,22 @@ class Snapshot:
 
     @property
     def schema(self) -> Schema | None:
-        """The fields; None while nothing is declared or committed."""
+        """The schema of the store; None until one is declared or data is committed."""
         return self._schema
 
     @property
     def streams(self) -> tuple[CommitRecord, ...]:
-        """The commit record of every stream, oldest stream first."""
+        """The commit records of all streams, oldest stream first."""
         return tuple(stream.record for stream in self._streams.values())
 
     @property
     def n_rows(self) -> int:
-        """Committed rows, final rows and evicted ones included."""
+        """Number of committed rows, including final rows and evicted rows."""
         return sum(stream.record.rows for stream in self._streams.values())
 
     @cached_property
     def episodes(self) -> EpisodeTable:
-        """The episode table of this snapshot."""
+        """The episode table: one row an episode. Read on first use."""
         names = self.names
         readers = [stream.reader for stream in self._streams.values()]
         return EpisodeTable(names, self.parts(), self._schema, lambda s, a, b: readers[s].read_text(a, b))
@@ -217,7 +226,7 @@ class Snapshot:
 
     @property
     def names(self) -> list[str]:
-        """Ids of the streams that handles name; the first are those that `readers` reads."""
+        """Ids of the streams that handles name. The first ones are the streams of `readers`, in the same order."""
         return list(self._positions())
 
     @property
@@ -225,15 +234,15 @@ class Snapshot:
         return [stream.reader for stream in self._streams.values()]
 
     def _positions(self) -> dict[str, int]:
-        """The streams that handles name, in order: those that are here, then those that are only replaced."""
+        """Positions of the streams that handles name: first stored streams, then streams that others replace."""
         replaced = (s.record.replaces.stream for s in self._streams.values() if s.record.replaces)
         return {name: i for i, name in enumerate(dict.fromkeys((*self._streams, *replaced)))}
 
     def parts(self) -> list[VisibleSpans]:
-        """The spans of every stream, as this view shows them; stream numbers are positions in `names`."""
+        """The spans of every stream as this view shows them; stream numbers are positions in `names`."""
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
-        marks, discarded = first_live_rows(records), _discarded(records)
+        live, discarded = Marks.live(records), _discarded(records)
         dead = {s for r in records for s in r.view.dead}
         hidden: dict[str, tuple[tuple[int, int], ...]] = {}
         for r in records:
@@ -247,9 +256,9 @@ class Snapshot:
             part = VisibleSpans(
                 stream=position[logical],
                 source=position[name],
-                spans=self._checked(stream.reader, 0, lambda stream=stream: stream.spans),  # type: ignore[misc]
+                spans=self._explained(0, lambda stream=stream: stream.spans),  # type: ignore[misc]
                 columns=span_columns(record.schema),
-                first_row=marks.get(name, 0),
+                first_row=live[name],
                 is_finished=record.is_sealed or name in dead,
                 hidden=hidden.get(name, ()),
                 discarded=frozenset(discarded.get(logical, ())),
@@ -265,16 +274,22 @@ class Snapshot:
         start: int = 0,
         stop: int | None = None,
     ) -> dict[str, Any]:
-        """Rows of one episode as numpy arrays, nested as they were written.
+        """Read the steps of one episode as new numpy arrays, nested as they were written.
 
-        Fields with a final value get one row more than the others when the episode has it and ``stop`` reaches the
-        end. bfloat16 comes as float32, which holds it exactly.
+        Fields with a final value have one row more than the others if the episode has its final values and ``stop``
+        reaches its end. bfloat16 is returned as float32, which holds it exactly.
 
         Args:
             episode: Its row in `episodes`, or its key.
-            fields: Paths or names of groups to read; all by default.
-            start: First step, counted from the first that is still stored.
-            stop: Step after the last; to the end by default.
+            fields: Paths of fields, or names of groups, to read; all by default.
+            start: First step, counted from the first step that is still stored.
+            stop: Step after the last; the end of the episode by default.
+
+        Raises:
+            EpisodeNotFoundError: This snapshot does not show an episode with this key.
+            IndexError: The episode does not have these steps.
+            SnapshotExpiredError: The steps were evicted since the snapshot was made; refresh the store.
+            CorruptionError: A chunk is damaged or missing.
         """
         table = self.episodes
         i = episode if isinstance(episode, (int, np.integer)) else table.find(EpisodeKey(*episode))
@@ -282,28 +297,29 @@ class Snapshot:
         n_steps = n_rows - has_final
         end = n_steps if stop is None else stop
         if not 0 <= start <= end <= n_steps:
-            raise IndexError(f"episode {episode}: steps {start} to {end}, but it has {n_steps}")
+            raise IndexError(f"episode {episode}: steps {start} to {end}, but it has {n_steps} steps")
         spans = table.spans(int(i))
         schema = self._schema
-        assert schema is not None  # there is an episode, so there is a schema
+        assert schema is not None  # a store with an episode has a schema
         arrays: dict[str, Array] = {}
         for path in selected_paths(schema, fields):
             last = end + 1 if has_final and end == n_steps and schema[path].final else end
-            rows = self._read(f"steps/{path}", spans, start, last)
+            rows = self._read_rows(f"steps/{path}", spans, start, last)
             arrays[path] = widen_bfloat16(rows) if schema[path].dtype == "bfloat16" else rows
         return nest(arrays)
 
     def column(self, name: str, targets: Iterable[str] | None = None) -> dict[str, tuple[int, Array]]:
-        """Values of a derived column, by stream: the row of the first, and the values; rows never set are 0.
+        """Read a derived column: by stream id, the first row that has a value, and the values from there on.
 
-        Where several writers have put it, the newest counts. Rows that this snapshot does not have are left out.
+        Rows that were never set are 0. If several writers have written the column for a stream, the newest one
+        counts. Rows that this snapshot does not show are left out.
 
         Args:
-            name: Of the column.
+            name: Name of the column.
             targets: Ids of the streams to read it for; all by default.
 
         Raises:
-            SnapshotExpiredError: It was written anew since; refresh the store.
+            SnapshotExpiredError: The column was replaced since the snapshot was made; refresh the store.
         """
         wanted = set(self._streams if targets is None else targets) & self._streams.keys()
         newest = {
@@ -321,28 +337,28 @@ class Snapshot:
         try:
             values, rows, changes = (reader.read_rows(path, 0, lengths[path]) for path in state.paths(target, name))
         finally:
-            # Generations take turns in two places. Once the next is published, this one may be overwritten.
+            # Generations alternate between two places: once the next one is published, this one may be overwritten.
             fresh = _read_records(self._storage, [reader.record.id]).get(reader.record.id)
             now = fresh.columns.get(target, {}).get(name) if fresh is not None else None
             if now is not None and now.generation > state.generation:
-                raise SnapshotExpiredError(
-                    f"column '{name}' of stream '{target}' was written anew; refresh the store"
-                )
+                raise SnapshotExpiredError(f"column '{name}' of stream '{target}' was replaced; refresh the store")
         self._check_rows(name, target, int(rows.max()) + 1 if len(rows) else 0, n_rows)
         if len(rows) and rows.min() < state.first:
-            raise CorruptionError(f"column '{name}' of stream '{target}' has changes before its first row")
-        return state.first, _changed(values, state.first, rows, changes, n_rows)
+            raise CorruptionError(
+                f"column '{name}' of stream '{target}' has changes below its first row {state.first}"
+            )
+        return state.first, _with_changes(values, state.first, rows, changes, n_rows)
 
     def _check_rows(self, name: str, target: str, stop: int, n_rows: int) -> None:
-        """Refuse rows that a stream does not have, by its newest record: a column may be newer than a snapshot."""
+        """Refuse rows that the stream's newest record does not have; a column may be newer than this snapshot."""
         if stop > n_rows:
             known = _read_records(self._storage, [target]).get(target)
             if known is None or stop > known.rows:
                 raise CorruptionError(
-                    f"column '{name}' of stream '{target}' has rows up to {stop}, the stream has not"
+                    f"column '{name}' of stream '{target}' has rows up to {stop}, the stream has fewer"
                 )
 
-    def _read(self, path: str, spans: Sequence[Any], start: int, stop: int) -> Array:
+    def _read_rows(self, path: str, spans: Sequence[Any], start: int, stop: int) -> Array:
         streams = list(self._streams.values())
         parts, offset = [], 0
         for span in spans:
@@ -350,29 +366,29 @@ class Snapshot:
             low, high = max(start - offset, 0), min(stop - offset, n)
             if low < high:
                 reader = streams[span.source].reader
-                parts.append(self._rows(reader, path, span.row_start + low, span.row_start + high))
+                parts.append(self._read_or_explain(reader, path, span.row_start + low, span.row_start + high))
             offset += n
         if len(parts) == 1:
             return parts[0]
         layout = streams[0].record.layouts[path]
         return np.concatenate(parts) if parts else np.empty((0, *layout.row_shape), layout.dtype)
 
-    def _rows(self, reader: StreamReader, path: str, start: int, stop: int) -> Array:
-        return self._checked(reader, start, lambda: reader.read_rows(path, start, stop))
+    def _read_or_explain(self, reader: StreamReader, path: str, start: int, stop: int) -> Array:
+        return self._explained(start, lambda: reader.read_rows(path, start, stop))
 
-    def _checked(self, reader: StreamReader, row: int, read: Callable[[], T]) -> T:
-        """Read; if a chunk is missing, find out from the newest records whether it was evicted or is lost."""
+    def _explained(self, row: int, read: Callable[[], T]) -> T:
+        """Call ``read``; if a chunk is missing, raise an error that says whether it was evicted or lost."""
         try:
             return read()
         except MissingChunkError as missing:
             raise self.reason(missing, row) from missing
 
     def reason(self, missing: MissingChunkError, row: int) -> SnapshotExpiredError | CorruptionError:
-        """Why a chunk with this row is missing, by the newest records."""
+        """The error for a missing chunk that holds this row: evicted or lost, according to the newest records."""
         if self._is_pinned(missing.stream):
             return CorruptionError(str(missing))
         fresh = Snapshot.load(self._storage, self._schema)
-        first = first_live_rows(fresh.streams).get(missing.stream, 0)
+        first = Marks.live(fresh.streams).get(missing.stream, 0)
         if missing.stream not in fresh._streams or first > row:
             return SnapshotExpiredError(
                 f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"
@@ -380,7 +396,7 @@ class Snapshot:
         return CorruptionError(str(missing))
 
     def _is_pinned(self, stream: str) -> bool:
-        """Whether the checkpoint that this is a view of is still there, and so all that it lists of the stream."""
+        """Whether the checkpoint that this snapshot shows still exists, and so pins its rows of the stream."""
         if stream not in self._pins:
             return False
         try:
@@ -398,7 +414,7 @@ def _read_records(storage: Storage, names: Sequence[str]) -> dict[str, CommitRec
         try:
             return CommitRecord.from_bytes(storage.get(f"streams/{name}/zarr.json"), name, storage.display)
         except FileNotFoundError:
-            return None  # being removed, or a directory that is no stream
+            return None  # a stream that is being removed, or a directory that is not a stream
 
     found = storage.map(read, list(names))
     return {name: record for name, record in zip(names, found, strict=True) if record is not None}
@@ -413,8 +429,8 @@ def _check_schemas(storage: Storage, schema: Schema | None, streams: Iterable[_S
             )
 
 
-def _changed(values: Array, first: int, rows: Array, changes: Array, n_rows: int) -> Array:
-    """Values from row ``first`` on, with changes of single rows, as far as there are rows."""
+def _with_changes(values: Array, first: int, rows: Array, changes: Array, n_rows: int) -> Array:
+    """Apply changes of single rows to values that begin at row ``first``; rows from ``n_rows`` on are dropped."""
     kept = rows < n_rows
     rows, changes = rows[kept], changes[kept]
     values = values[: max(0, n_rows - first)]
@@ -422,7 +438,7 @@ def _changed(values: Array, first: int, rows: Array, changes: Array, n_rows: int
         return values
     grown = np.zeros((max(int(rows.max()) + 1 - first, len(values)), *values.shape[1:]), values.dtype)
     grown[: len(values)] = values
-    # In order: of several changes to a row the last one counts, which numpy's assignment does not promise.
+    # The last of several changes to a row must win, which numpy's fancy assignment does not promise.
     last = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
     grown[rows[last] - first] = changes[last]
     return grown
@@ -433,7 +449,7 @@ def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:
 
 
 def _discarded(records: Iterable[CommitRecord]) -> dict[str, set[int]]:
-    """By stream, the episodes that some session does not want shown."""
+    """By stream id, the episodes that any session has discarded."""
     discarded: dict[str, set[int]] = {}
     for record in records:
         for target, episodes in record.view.discarded.items():

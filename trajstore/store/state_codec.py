@@ -1,7 +1,7 @@
-"""What a session needs to go on: a tree of values and arrays, as JSON and Zarr arrays, and back.
+"""Encodes the state of a session, a tree of values and arrays, as JSON and Zarr arrays, and decodes it.
 
-Values stand for themselves in the JSON. What JSON does not have is an object with a key that begins with ``$``;
-keys of the tree that begin so get another ``$`` in front.
+JSON values are encoded as themselves. Every other value is encoded as an object with a key that begins with ``$``;
+a key of the tree that begins with ``$`` gets another ``$`` in front.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from trajstore.storage import UNSEEN, Put, Storage
 MAX_TEXT_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _MAX_CHUNK_BYTES = 16 << 20
-_MAX_INLINE_BYTES = 256  # an array costs two objects; below this it stands in the JSON itself
+_MAX_INLINE_BYTES = 256  # up to this size an array is stored in the JSON: as an array it costs two objects
 _MAX_DEPTH = 100
-_MAX_AXES = 32  # of what is stored in its own shape
-_MAX_SHAPE = 64
+_MAX_AXES = 32  # an array with more is stored flat
+_MAX_SHAPE = 64  # axes of an encoded shape
 _MAX_INT_BITS = 1 << 16
 _WAVE_CHUNKS = 256
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -33,14 +33,14 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """One array of a state, as it is stored: along rows, or flat where its rows are wide."""
+    """One array of a state as it is stored: in its own shape, or flat if its rows are wide."""
 
     values: Array
     layout: ArrayLayout
 
     @staticmethod
     def of(array: Array, dtype: str) -> StoredArray:
-        """Take an array of at least one element; ``dtype`` is ``bfloat16`` where it holds its bits."""
+        """Choose a layout for an array of at least one element; ``dtype`` is ``bfloat16`` if it holds such bits."""
         if array.ndim == 0 or array[0].nbytes > _CHUNK_BYTES or array.ndim > _MAX_AXES:
             array = array.reshape(-1)
         row = Field(dtype, array.shape[1:])
@@ -52,7 +52,7 @@ class StoredArray:
         return self.layout.metadata(len(self.values))
 
     def puts(self, prefix: str) -> list[Put]:
-        """Its chunk objects; encoded when their turn comes."""
+        """Puts of its chunk objects; each chunk is encoded when it is put."""
         size = self.layout.chunk_rows
         return [
             Put(f"{prefix}/{self.layout.chunk_key(i)}", lambda i=i: self._chunk(i), UNSEEN)  # type: ignore[misc]
@@ -69,17 +69,17 @@ class StoredArray:
         return self.layout.encode(np.ascontiguousarray(rows))
 
 
-# ---- to JSON and arrays ----------------------------------------------------------------------------------
+# ---- encoding --------------------------------------------------------------------------------------------
 
 
 def encode(tree: Any) -> tuple[Any, list[StoredArray]]:
-    """The tree as what `json` can dump, and the arrays that it names by number.
+    """Encode a tree as a value that `json` can dump, and the arrays that it refers to by number.
 
-    Mappings with text as keys (they come back as dicts), lists, tuples, numbers, text, bools, None, arrays and
-    tensors (they come back as numpy arrays, bfloat16 as float32). Arrays are not copied.
+    A tree consists of mappings with text keys (decoded as dicts), lists, tuples, numbers, text, bools, None, arrays
+    and tensors (decoded as numpy arrays, bfloat16 as float32). Arrays are not copied.
 
     Raises:
-        DataError: Something else is in the tree; the message says where.
+        DataError: The tree contains another type; the message gives its path.
     """
     encoder = _Encoder()
     return encoder.value(tree, (), 0), encoder.arrays
@@ -89,11 +89,13 @@ def dump(encoded: Any) -> bytes:
     """The JSON text of an encoded tree.
 
     Raises:
-        DataError: It is absurdly long.
+        DataError: The text is longer than `MAX_TEXT_BYTES`.
     """
     text = json.dumps(encoded, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     if len(text) > MAX_TEXT_BYTES:
-        raise DataError(f"state: {len(text)} bytes without its arrays, at most {MAX_TEXT_BYTES}; use arrays")
+        raise DataError(
+            f"state: expected at most {MAX_TEXT_BYTES} bytes without its arrays, got {len(text)}; use arrays"
+        )
     return text
 
 
@@ -128,7 +130,7 @@ class _Encoder:
         encoded = {}
         for key, item in value.items():
             if type(key) is not str:
-                raise DataError(f"state {_shown(path)}: expected text as keys, got {key!r:.80}")
+                raise DataError(f"state {_shown(path)}: expected text keys, got {key!r:.80}")
             name = _encoded_text(key, path)
             encoded["$" + name if name.startswith("$") else name] = self.value(item, (*path, key), depth + 1)
         return encoded
@@ -153,8 +155,11 @@ class _Encoder:
 def _encoded_int(value: int, path: tuple[str, ...], _: int) -> Any:
     if -(1 << 63) <= value < 1 << 64:
         return value
-    if value.bit_length() > _MAX_INT_BITS:
-        raise DataError(f"state {_shown(path)}: an integer of {value.bit_length()} bits, at most {_MAX_INT_BITS}")
+    n_bits = value.bit_length()
+    if n_bits > _MAX_INT_BITS:
+        raise DataError(
+            f"state {_shown(path)}: expected integers of at most {_MAX_INT_BITS} bits, got one of {n_bits}"
+        )
     return {"$int": hex(value)}
 
 
@@ -162,7 +167,7 @@ def _encoded_text(value: str, path: tuple[str, ...], _: int = 0) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"state {_shown(path)}: text that is not Unicode: {error}") from error
+        raise DataError(f"state {_shown(path)}: expected valid Unicode text: {error}") from error
     return value
 
 
@@ -170,14 +175,14 @@ def _shown(path: Sequence[str]) -> str:
     return f"'{'/'.join(path)}'" if path else "(the root)"
 
 
-# ---- and back --------------------------------------------------------------------------------------------
+# ---- decoding --------------------------------------------------------------------------------------------
 
 
 def load(text: bytes) -> Any:
-    """Parse what `dump` made.
+    """Parse the text that `dump` made.
 
     Raises:
-        FormatError: It is not JSON.
+        FormatError: The text is not JSON.
     """
     try:
         return json.loads(text)
@@ -186,19 +191,23 @@ def load(text: bytes) -> Any:
 
 
 def select(encoded: Any, keys: Iterable[str]) -> tuple[Any, list[str]]:
-    """What an encoded mapping has under some keys, and the numbers of the arrays that this names.
+    """Select keys of an encoded mapping; returns them and the numbers of the arrays that they refer to.
 
     Raises:
-        FormatError: It is not a mapping.
+        FormatError: The encoded value is not a mapping.
     """
     if not isinstance(encoded, dict):
         raise FormatError(f"the state: expected a mapping, got {encoded!r:.80}")
     chosen = {key: encoded[key] for key in keys if key in encoded}
-    return chosen, _named(chosen, 0)
+    return chosen, _array_numbers(chosen, 0)
 
 
 def decode(encoded: Any, arrays: Mapping[str, Array]) -> Any:
-    """The tree that `encode` was given, with numpy arrays; ``arrays`` are as stored, by number and in order.
+    """Decode a tree that `encode` made; arrays become numpy arrays.
+
+    Args:
+        encoded: The encoded tree.
+        arrays: The arrays as stored, by number and in order.
 
     Raises:
         FormatError: The tree is malformed.
@@ -206,20 +215,20 @@ def decode(encoded: Any, arrays: Mapping[str, Array]) -> Any:
     decoder = _Decoder(arrays)
     tree = decoder.value(encoded, 0)
     if decoder.n_used != len(arrays):
-        raise FormatError(f"the state names {decoder.n_used} of its {len(arrays)} arrays")
+        raise FormatError(f"the state refers to {decoder.n_used} of its {len(arrays)} arrays")
     return tree
 
 
-def _named(encoded: Any, depth: int) -> list[str]:
-    """The numbers of the arrays that a part of the tree names."""
+def _array_numbers(encoded: Any, depth: int) -> list[str]:
+    """The numbers of the arrays that an encoded tree refers to."""
     _check_depth(depth)
     if isinstance(encoded, list):
-        return [name for item in encoded for name in _named(item, depth + 1)]
+        return [number for item in encoded for number in _array_numbers(item, depth + 1)]
     if not isinstance(encoded, dict):
         return []
     if "$array" in encoded:
         return [str(encoded["$array"])]
-    return [name for item in encoded.values() for name in _named(item, depth + 1)]
+    return [number for item in encoded.values() for number in _array_numbers(item, depth + 1)]
 
 
 class _Decoder:
@@ -231,7 +240,7 @@ class _Decoder:
             "$tuple": lambda data, depth: tuple(self._items(data["$tuple"], depth)),
             "$float": lambda data, _: _FLOATS[data["$float"]],
             "$int": lambda data, _: _decoded_int(data["$int"]),
-            "$bytes": lambda data, _: _finished(data, _from_hex(data)),
+            "$bytes": lambda data, _: _in_shape(data, _from_hex(data)),
             "$array": lambda data, _: self._array(data),
         }
 
@@ -260,24 +269,24 @@ class _Decoder:
         return [self.value(item, depth + 1) for item in encoded]
 
     def _array(self, encoded: dict[str, Any]) -> Array:
-        # Each is named once and in order, so a short text can't ask for one array a million times.
+        # Each array is used once and in order, so a short text can't request one array a million times.
         number = encoded["$array"]
         expected = self._names[self.n_used] if self.n_used < len(self._names) else str(self.n_used)
         if type(number) is not int or str(number) != expected:
-            raise FormatError(f"the state names array {number!r:.40}, expected {expected}")
+            raise FormatError(f"the state refers to array {number!r:.40}, expected {expected}")
         self.n_used += 1
-        return _finished(encoded, self._arrays[expected])
+        return _in_shape(encoded, self._arrays[expected])
 
 
 def _check_depth(depth: int) -> None:
     if depth > 2 * _MAX_DEPTH + 2:  # a tuple is an object and a list
-        raise FormatError("the state is nested absurdly deep")
+        raise FormatError("the state is nested too deeply")
 
 
 def _dtype(encoded: Mapping[str, Any]) -> str:
     dtype = encoded["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise FormatError(f"the state has an array of {dtype!r:.40}")
+        raise FormatError(f"the state has an array of {dtype!r:.40}, which is not a known dtype")
     return dtype
 
 
@@ -285,13 +294,13 @@ def _shape(encoded: Mapping[str, Any]) -> tuple[int, ...]:
     shape = encoded["shape"]
     is_list = isinstance(shape, list) and len(shape) <= _MAX_SHAPE
     if not is_list or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
-        raise FormatError(f"the state has an array of shape {shape!r:.80}")
+        raise FormatError(f"the state has an array of shape {shape!r:.80}, which is invalid")
     return tuple(shape)
 
 
 def _decoded_int(text: Any) -> int:
     if not isinstance(text, str) or len(text) > _MAX_INT_BITS // 4 + 4:
-        raise FormatError(f"the state has the integer {text!r:.80}")
+        raise FormatError(f"the state has an invalid integer {text!r:.80}")
     return int(text, 16)
 
 
@@ -301,23 +310,29 @@ def _from_hex(encoded: Mapping[str, Any]) -> Array:
     return np.frombuffer(data, stored.newbyteorder("<")).astype(stored)
 
 
-def _finished(encoded: Mapping[str, Any], stored: Array) -> Array:
-    """A stored array in its own shape, and of a dtype that numpy has."""
+def _in_shape(encoded: Mapping[str, Any], stored: Array) -> Array:
+    """A stored array in its original shape; bfloat16 becomes float32."""
     dtype, shape = _dtype(encoded), _shape(encoded)
     if math.prod(shape) != stored.size or Field(dtype).storage_dtype != stored.dtype:
-        raise FormatError(f"the state has {stored.size} {stored.dtype} for {dtype} of shape {shape!r:.80}")
+        values = f"{stored.size} values of {stored.dtype}"
+        raise FormatError(f"the state has {values} for {dtype} of shape {shape!r:.80}")
     return (widen_bfloat16(stored) if dtype == "bfloat16" else stored).reshape(shape)
 
 
-# ---- arrays from a storage -------------------------------------------------------------------------------
+# ---- stored arrays ---------------------------------------------------------------------------------------
 
 
 def read_arrays(storage: Storage, prefix: str, layouts: Mapping[str, tuple[ArrayLayout, int]]) -> list[Array]:
-    """Read arrays below a prefix, by name; all of them in one listing and concurrent waves.
+    """Read arrays below a key prefix, in one listing and waves of concurrent reads.
+
+    Args:
+        storage: Storage of the store.
+        prefix: Key prefix.
+        layouts: Layout and number of rows of each array, by name.
 
     Raises:
-        CorruptionError: A chunk is missing or damaged. Nothing is allocated before all are seen to be there.
-        FormatError: A chunk is absurdly large.
+        CorruptionError: A chunk is missing or damaged. Memory is allocated only if all chunks exist.
+        FormatError: An array is sharded, or its chunks are larger than 16 MiB.
     """
     _check_presence(storage, prefix, layouts)
     arrays = {name: np.empty((rows, *layout.row_shape), layout.dtype) for name, (layout, rows) in layouts.items()}
@@ -342,14 +357,13 @@ def read_arrays(storage: Storage, prefix: str, layouts: Mapping[str, tuple[Array
 
 
 def _check_presence(storage: Storage, prefix: str, layouts: Mapping[str, tuple[ArrayLayout, int]]) -> None:
-    """See that every chunk is there: their number comes from metadata, and memory is allocated for it."""
-    there = storage.tree_sizes(prefix) if layouts else {}
+    """Check that every chunk exists: metadata gives their number, and memory is allocated by it."""
+    existing = storage.tree_sizes(prefix) if layouts else {}
     for name, (layout, rows) in layouts.items():
         if layout.shard_rows is not None or layout.chunk_bytes > _MAX_CHUNK_BYTES:
-            raise FormatError(
-                f"{storage.display}/{prefix}/{name}: shards, or a chunk of more than {_MAX_CHUNK_BYTES} bytes"
-            )
+            where = f"{storage.display}/{prefix}/{name}"
+            raise FormatError(f"{where}: expected chunks of at most {_MAX_CHUNK_BYTES} bytes, not in shards")
         for i in range(-(-rows // layout.chunk_rows)):
             key = f"{prefix}/{name}/{layout.chunk_key(i)}"
-            if key not in there:
+            if key not in existing:
                 raise CorruptionError(f"{storage.display}/{key} is missing")

@@ -1,4 +1,4 @@
-"""Creating and opening stores."""
+"""Creates and opens stores."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ _SKELETON = {"scratch", "streams", "checkpoints"}
 
 Url = str | os.PathLike[str]
 
-_swapping = [threading.Lock()]  # held for the moment in which a snapshot takes the place of another
+_swapping = [threading.Lock()]  # held while a store replaces its snapshot
 
 
 def _after_fork() -> None:
-    _swapping[0] = threading.Lock()  # whoever held it is not here to release it
+    _swapping[0] = threading.Lock()  # a thread of the parent may hold the old one, and would never release it
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 class Store:
-    """A store at a URL: writers append to it, snapshots of it are read.
+    """A store at a URL: writers append to it, and snapshots of it are read.
 
-    Reads show one `Snapshot`, that of the last `refresh`; a store opened while others write stays as it is until
-    then. Safe to share between threads, to fork and to pickle.
+    All reads show one `Snapshot`, made when the store was opened or last refreshed; commits made since then are not
+    visible before the next `refresh`. Safe to share between threads, to fork and to pickle.
     """
 
     def __init__(self, storage: Storage, url: Url, storage_options: Mapping[str, Any] | None) -> None:
@@ -63,7 +63,7 @@ class Store:
         self._url = os.fspath(url)
         self._storage_options = dict(storage_options or {})
         self._snapshot = Snapshot(storage, None, {})
-        self._at: str | None = None  # the checkpoint that it shows, for good
+        self._at: str | None = None  # id of the checkpoint that it was opened at
 
     def writer(
         self,
@@ -78,23 +78,23 @@ class Store:
         checkpoint: str | None = None,
         dead: Collection[str] = (),
     ) -> Writer:
-        """A writer with a stream of its own; any number may write at the same time, under any names.
+        """Open a writer. It writes its own stream, so any number of writers may write at the same time.
 
         Args:
-            name: What to call the stream; a unique id is added.
-            commit_steps: Commit in the background whenever this many steps are staged; None: not by count.
+            name: Name of the stream; a unique id is appended.
+            commit_steps: Commit in the background after this many staged steps; None: not by count.
             commit_seconds: Commit in the background at least this often; None: not by time.
-            buffer_bytes: Bound of the memory for steps that are appended and not yet durable; reaching half of
-                it commits in the background, reaching all of it makes appends wait.
+            buffer_bytes: Limit of the memory for appended steps that are not durable yet. At half of it, the writer
+                commits in the background; at the limit, appends wait.
             rank: Rank of this writer, recorded with the stream.
             world_size: Number of ranks, recorded with the stream.
-            world: Name of the set of sessions that this one belongs to; the marks of the newest set count.
+            world: Id of the set of sessions that this one belongs to; the marks of the newest set count.
             checkpoint: Id of the checkpoint that this set of sessions started from.
-            dead: Ids of streams whose writers this session declares dead; their open episodes read as cut.
+            dead: Ids of streams whose writers this session declares dead; their open episodes are shown as cut.
         """
         if self._at is not None:
             raise ClosedError(
-                f"{self.url} is opened at checkpoint '{self._at}' and never changes; open it without at= to write"
+                f"{self.url} is opened at checkpoint '{self._at}' and is read-only; open it without at= to write"
             )
         check_name(name, "writer name")
         options = WriterOptions(
@@ -104,32 +104,32 @@ class Store:
         return Writer(self._storage, name, schema, self._settle_schema, options)
 
     def refresh(self) -> Snapshot:
-        """Show what has been committed meanwhile; costs what is new, not what is there.
+        """Make commits since the last refresh visible. Cost is proportional to the new data.
 
-        A store that was opened at a checkpoint goes on showing that.
+        A store that was opened at a checkpoint keeps showing that checkpoint.
         """
         while self._at is None:
             before = self._snapshot
             fresh = Snapshot.load(self._storage, before.schema or read_schema(self._storage), before)
             with _swapping[0]:
-                if self._snapshot is before:  # else another thread was faster: what it saw must not be undone
+                if self._snapshot is before:  # otherwise another thread was faster, and may have seen newer commits
                     self._snapshot = fresh
                     return fresh
         return self._snapshot
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Every complete checkpoint as it is now, parents before children; reads them anew."""
+        """All complete checkpoints, parents before children; read from the storage at every access."""
         return list_checkpoints(self._storage)
 
     @property
     def snapshot(self) -> Snapshot:
-        """What the store shows now; keep it to go on reading the same."""
+        """The current snapshot. Keep it to continue reading the same commits after a `refresh`."""
         return self._snapshot
 
     @property
     def url(self) -> str:
-        """Where the store is, without credentials."""
+        """URL of the store, without credentials."""
         return self._storage.display
 
     @property
@@ -142,7 +142,7 @@ class Store:
 
     @property
     def episodes(self) -> EpisodeTable:
-        """One row an episode; see `EpisodeTable`."""
+        """The episode table: one row an episode."""
         return self._snapshot.episodes
 
     def __len__(self) -> int:
@@ -157,18 +157,18 @@ class Store:
         start: int = 0,
         stop: int | None = None,
     ) -> dict[str, Any]:
-        """See `Snapshot.read_episode`."""
+        """Read the steps of one episode; see `Snapshot.read_episode`."""
         return self._snapshot.read_episode(episode, fields=fields, start=start, stop=stop)
 
     def zarr_group(self) -> zarr.Group:
-        """The store as a plain read-only zarr group, for tools that know only Zarr."""
-        import zarr  # half a second to import; only this needs it
+        """Open the store as a read-only `zarr.Group`, for tools that know only Zarr."""
+        import zarr  # takes half a second, and only this method needs it
 
         return zarr.open_group(self._url, mode="r", zarr_format=3, storage_options=self._storage_options or None)
 
     def _settle_schema(self, schema: Schema) -> None:
-        """Make this the store's schema if it has none; refuse one that differs from what it has."""
-        stream_layouts(schema)  # refuses codecs and chunk sizes that no writer could use
+        """Set the store's schema if it has none; refuse a schema that differs from the store's."""
+        stream_layouts(schema)  # raises for codecs and chunk sizes that no writer could use
         if self._storage.put_once(_SCHEMA, _schema_bytes(schema)):
             return
         settled = read_schema(self._storage)
@@ -191,17 +191,18 @@ def create(
 
     Args:
         url: A path, or an fsspec URL of memory, S3, GCS or Azure: ``runs/walker``, ``memory://x``, ``s3://bucket/x``.
-        schema: The fields; None: read off the first data and then fixed.
-        storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
-        exist_ok: Open the store instead, if there is one; its schema must be the same.
-        fsync: Whether commits to a local directory survive a power cut; without it, only a crash of the process.
+        schema: The fields; None: taken from the first data, and fixed from then on.
+        storage_options: Options for fsspec's filesystem, such as credentials and endpoints; never stored or shown.
+        exist_ok: Open an existing store; its schema must be the same.
+        fsync: Whether commits to a local directory survive a power cut. Without it they survive only a crash of the
+            process.
 
     Raises:
-        StoreExistsError: There is a store already, or the directory holds something else.
+        StoreExistsError: The location already holds a store, or something else.
     """
     storage = open_storage(url, storage_options, fsync=fsync)
     if not _make_root(storage) and not exist_ok:
-        raise StoreExistsError(f"{storage.display} is a store already; open it, or pass exist_ok=True")
+        raise StoreExistsError(f"{storage.display} is already a store; open it, or pass exist_ok=True")
     check_root(storage)
     store = Store(storage, url, storage_options)
     if schema is not None:
@@ -217,15 +218,16 @@ def open(  # noqa: A001 - trajstore.open reads as it should
 
     Args:
         url: A path, or an fsspec URL of memory, S3, GCS or Azure.
-        at: Name or id of a checkpoint, or ``"latest"``: show what was there then, for good; read only.
-        storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
-        fsync: Whether commits to a local directory survive a power cut; without it, only a crash of the process.
+        at: Name or id of a checkpoint, or ``"latest"``: show that checkpoint, read-only.
+        storage_options: Options for fsspec's filesystem, such as credentials and endpoints; never stored or shown.
+        fsync: Whether commits to a local directory survive a power cut. Without it they survive only a crash of the
+            process.
 
     Raises:
-        StoreNotFoundError: There is no store.
-        FormatError: What is there is not a store, or one of a newer format.
-        CheckpointNotFoundError: There is no such checkpoint.
-        AmbiguousCheckpointError: There are several, of which none descends from the others.
+        StoreNotFoundError: The location holds no store.
+        FormatError: The location holds something else, or a store of a newer format.
+        CheckpointNotFoundError: The store has no such checkpoint.
+        AmbiguousCheckpointError: Several checkpoints match, and none descends from all others.
     """
     storage = open_storage(url, storage_options, fsync=fsync)
     check_root(storage)
@@ -240,18 +242,26 @@ def open(  # noqa: A001 - trajstore.open reads as it should
 
 
 def _make_root(storage: Storage) -> bool:
-    """Create the root and the groups below it; False if there is a root already."""
+    """Create the root and the groups below it; returns False if the root exists.
+
+    Raises:
+        StoreExistsError: The location holds something else.
+    """
     names = storage.list_names("")
     if _ROOT in names:
         return False
-    # The root comes last: what a crash before it leaves is not a store yet, and may be created again.
+    # The root is put last: what a crash before that leaves is not a store yet, and `create` may be called again.
     if not set(names) <= _SKELETON or not set(storage.list_names("streams")) <= {_ROOT}:
-        raise StoreExistsError(f"{storage.display} is not empty and not a store; choose another place")
+        raise StoreExistsError(f"{storage.display} is not empty and not a store; choose another location")
     return put_root(storage)
 
 
 def put_root(storage: Storage) -> bool:
-    """Put the groups that every store has and then, which makes it one, the root; False if there is one already."""
+    """Put the groups that every store has, then the root, which makes it a store.
+
+    Returns:
+        False if a root exists already.
+    """
     for key in (_STREAMS, _CHECKPOINTS):
         storage.put_once(key, to_json_bytes(GROUP))
     return storage.put_once(_ROOT, _root_bytes())
@@ -268,7 +278,12 @@ def _schema_bytes(schema: Schema) -> bytes:
 
 
 def check_root(storage: Storage) -> str:
-    """See that there is a store, of a format that this version reads; returns its id."""
+    """Check that the location holds a store that this version can read; returns the store's id.
+
+    Raises:
+        StoreNotFoundError: The location holds no store.
+        FormatError: The location holds something else, or a store of a newer format.
+    """
     try:
         data = storage.get(_ROOT)
     except FileNotFoundError:
@@ -277,7 +292,7 @@ def check_root(storage: Storage) -> str:
 
 
 def read_schema(storage: Storage) -> Schema | None:
-    """The schema that the store has settled on; None while it has none."""
+    """The store's schema; None if it has none yet."""
     try:
         data = storage.get(_SCHEMA)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Reads committed rows of one stream: chunk objects to arrays."""
+"""Reads the committed rows of one stream: decodes chunk objects into arrays."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trajstore.format.spans import Spans, check_spans
 from trajstore.schema import Array
 from trajstore.storage import Storage
 
-_WAVE_CHUNKS = 64
+_WAVE_CHUNKS = 64  # read at a time
 
 
 class ChunkError(CorruptionError):
-    """A chunk is damaged: the rows ``[start, stop)`` of a stream."""
+    """A chunk of a stream, with rows ``[start, stop)``, is damaged."""
 
     def __init__(self, message: str, stream: str, start: int, stop: int) -> None:
         super().__init__(message)
@@ -26,36 +26,37 @@ class ChunkError(CorruptionError):
 
 
 class MissingChunkError(ChunkError):
-    """A committed chunk is not there: evicted since, or lost."""
+    """A committed chunk does not exist: it was evicted, or lost."""
 
 
 class StreamReader:
-    """Reads committed rows of one stream, as of one commit record; immutable and thread-safe."""
+    """Reads the rows of one stream that one commit record names. Thread-safe."""
 
     def __init__(self, storage: Storage, record: CommitRecord) -> None:
         self.record = record
         self._storage = storage
-        self._shard_indexes: dict[tuple[str, int], Array] = {}  # shards never change, so these stay true
+        self._shard_indexes: dict[tuple[str, int], Array] = {}  # valid for good: shards never change
 
     def advanced(self, record: CommitRecord) -> StreamReader:
-        """A reader of a newer record of the same stream."""
+        """A reader for a newer record of the same stream; shares the cached shard indexes."""
         reader = StreamReader(self._storage, record)
         reader._shard_indexes = self._shard_indexes
         return reader
 
     def read_rows(self, path: str, start: int, stop: int) -> Array:
-        """Committed rows ``[start, stop)`` of an array, freshly allocated.
+        """Read committed rows ``[start, stop)`` of an array into a new array.
 
         Raises:
+            IndexError: The array does not have these rows.
             CorruptionError: A chunk is damaged or missing.
         """
         layout, n = self.record.layouts[path], self.record.length(path)
         if not 0 <= start <= stop <= n:
-            raise IndexError(f"{self._name(path)}: rows {start} to {stop} of {n}")
+            raise IndexError(f"{self._name(path)}: rows {start} to {stop}, but it has {n} rows")
         if start == stop:
             return np.empty((0, *layout.row_shape), layout.dtype)
         first, last = start // layout.chunk_rows, (stop - 1) // layout.chunk_rows
-        # The length comes from metadata: see that the data is there before allocating for it.
+        # The length comes from metadata: read the last chunk before allocating memory for all of them.
         tail = self._load(path, layout, last)
         out = np.empty((stop - start, *layout.row_shape), layout.dtype)
 
@@ -75,7 +76,7 @@ class StreamReader:
             _copy_chunk(layout, index, self._load(path, layout, index), out, start)
 
     def chunk(self, path: str, index: int, buffer: bytearray) -> memoryview:
-        """One chunk as it is stored, still encoded; valid until ``buffer`` is used again."""
+        """Read one chunk, still encoded. The result is valid until ``buffer`` is used again."""
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
             if layout.shard_rows is None:
@@ -83,14 +84,14 @@ class StreamReader:
             return memoryview(self._chunk_bytes(path, layout, index))
 
     def chunk_key(self, path: str, index: int) -> str | None:
-        """The object that is one chunk; None where chunks are parts of shards."""
+        """Key of the object that holds exactly one chunk; None if the array is sharded."""
         layout = self.record.layouts[path]
         if layout.shard_rows is not None:
             return None
         return f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
 
     def decode_chunk(self, path: str, index: int, data: bytes | memoryview, out: Array) -> None:
-        """Decode what `chunk` gave into a contiguous block of a chunk's size."""
+        """Decode the result of `chunk` into ``out``, a contiguous array of one chunk."""
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
             layout.decode(data, out)
@@ -105,7 +106,7 @@ class StreamReader:
 
     @contextlib.contextmanager
     def _named(self, path: str, layout: ArrayLayout, index: int) -> Iterator[None]:
-        """Say which chunk is damaged or missing."""
+        """Name the chunk in errors about damaged or missing chunks."""
         try:
             yield
         except FileNotFoundError as error:
@@ -124,7 +125,7 @@ class StreamReader:
         shard, inner = divmod(index, layout.chunks_per_shard)
         offset, size = (int(n) for n in self._shard_index(path, layout, shard, key)[inner])
         if size > 2 * layout.chunk_bytes + 4096 or offset >= 1 << 62:
-            raise CorruptionError(f"shard index says {size} bytes at {offset}")
+            raise CorruptionError(f"the shard index gives it {size} bytes at offset {offset}, which is impossible")
         return self._storage.get_range(key, offset, offset + size)
 
     def _shard_index(self, path: str, layout: ArrayLayout, shard: int, key: str) -> Array:
@@ -137,7 +138,7 @@ class StreamReader:
         return index
 
     def read_spans(self, start: int = 0) -> Spans:
-        """Spans from ``start`` on, checked."""
+        """Read and check the spans from ``start`` on."""
         ints = self.read_rows("spans/ints", start, self.record.spans)
         floats = self.read_rows("spans/floats", start, self.record.spans)
         spans = Spans(ints, floats)
@@ -145,7 +146,7 @@ class StreamReader:
             check_spans(spans, self.record.rows, self.record.text_bytes)
             last = int(ints[-1, 4]) if len(ints) else 0
             if last != self.record.rows and (len(ints) or not start):
-                # Whoever makes room for rows trusts the record, so it must not claim any that no span has.
+                # Readers allocate memory by the record, so it must not claim rows that no span has.
                 raise CorruptionError(f"spans end at row {last}, the record says {self.record.rows}")
         except CorruptionError as error:
             raise CorruptionError(f"{self._name('spans')}: {error}") from error

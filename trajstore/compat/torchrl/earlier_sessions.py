@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trajstore.compat.torchrl.row_structure import HEADER, Leaves, torch_dtype
-from trajstore.format.first_live_rows import first_live_rows
+from trajstore.format.marks import Marks
 from trajstore.schema import Array, Field
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.stream_reader import StreamReader
@@ -41,7 +41,7 @@ class EarlierSessions:
         self.next_session = 1 + max((_session_number(reader.record.name) for reader in readers), default=-1)
         starts = np.cumsum([0, *self.streams.values()]).tolist()
         self.n_places = starts.pop()
-        firsts = first_live_rows(snapshot.streams)
+        firsts = Marks.live(snapshot.streams)
         self._sessions = [
             _SessionRows(r, firsts[r.record.id], start) for r, start in zip(readers, starts, strict=True)
         ]

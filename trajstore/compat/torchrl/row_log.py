@@ -16,7 +16,7 @@ from trajstore.compat.torchrl.row_structure import HEADER, Leaves, RowStructure,
 from trajstore.compat.torchrl.slot_map import GROUP_ROWS, SlotMap
 from trajstore.errors import DataError
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.first_live_rows import first_live_rows
+from trajstore.format.marks import Marks
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, flatten, nest
@@ -96,7 +96,7 @@ class RowLog:
         dead = [record.id for record in snapshot.streams if not record.is_sealed]
         self._writer = store.writer(f"session-{earlier.next_session}", world=uuid.uuid4().hex, dead=dead, **options)
         # Only the records of the newest session count, so it must repeat which rows are evicted.
-        marks = first_live_rows(snapshot.streams)
+        marks = Marks.live(snapshot.streams)
         self._writer.set_view(first_rows={stream: row for stream, row in marks.items() if row})
         self._streams = [*earlier.streams, self._writer.stream]
         self._starts = np.cumsum([0, *earlier.streams.values()])
@@ -218,7 +218,7 @@ class RowLog:
         marks = {stream: min(max(0, front - start), rows) for (stream, rows), start in streams}
         return {stream: row for stream, row in {**marks, self._writer.stream: own}.items() if row}
 
-    def _pins(self) -> dict[str, int]:
+    def _pins(self) -> Mapping[str, int]:
         return checkpoints.pins(self._storage)
 
     def _records(self) -> tuple[CommitRecord, ...]:

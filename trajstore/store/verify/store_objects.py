@@ -1,0 +1,139 @@
+"""Checks the objects above the streams: root, groups, schema and commit records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trajstore.errors import FormatError, SchemaError, StoreNotFoundError
+from trajstore.format.commit_record import CommitRecord
+from trajstore.format.ids import is_stream_id
+from trajstore.format.zarr_json import FORMAT, check_checksum, parse_json, trajstore_attributes
+from trajstore.schema import Schema
+from trajstore.store.verify.inspection import NO_RECORD, Inspection, by_creation
+from trajstore.store.verify.nodes import group_fault, scratch_fault
+from trajstore.store.verify.report import without_subject
+
+_TOP_NAMES = frozenset({"zarr.json", "schema", "streams", "checkpoints", "scratch", "worlds"})
+
+
+def check_root(inspection: Inspection) -> None:
+    """Check the store's root group.
+
+    Raises:
+        StoreNotFoundError: The location has neither a root nor streams.
+        FormatError: The root is damaged and no streams exist, or it has another format.
+    """
+    storage = inspection.storage
+    display, names = storage.display, storage.list_names("")
+    try:
+        own = trajstore_attributes(parse_json(storage.get("zarr.json"), display), "store", display)
+    except FileNotFoundError:
+        if not _has_streams(inspection):
+            raise StoreNotFoundError(f"{display}: there is no store here") from None
+        inspection.problem("zarr.json", "missing, so the store can't be opened")
+    except FormatError as error:
+        if not _has_streams(inspection) or _is_of_another_format(error):
+            raise
+        inspection.problem("zarr.json", without_subject(error, display))
+    else:
+        if not isinstance(own.get("id"), str) or not _is_time(own.get("created_at")):
+            inspection.problem("zarr.json", "has no id, or no time of creation")
+    for name in sorted(set(names) - _TOP_NAMES):
+        inspection.note(name, "not part of a store; readers ignore it")
+
+
+def _has_streams(inspection: Inspection) -> bool:
+    return any(is_stream_id(name) for name in inspection.storage.list_names("streams"))
+
+
+def _is_of_another_format(error: FormatError) -> bool:
+    return f"this trajstore reads format {FORMAT}" in str(error)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_groups(inspection: Inspection) -> None:
+    """Check the groups that every store has, and the scratch directory."""
+    storage = inspection.storage
+    for name in ("streams", "checkpoints"):
+        _check_node(inspection, f"{name}/zarr.json", group_fault)
+    scratch = storage.list_names("scratch")
+    if "scratch" in storage.list_names(""):
+        _check_node(inspection, "scratch/zarr.json", scratch_fault)
+    if n := len(set(scratch) - {"zarr.json"}):
+        inspection.note("scratch", f"{n} temporary files, of running writers or of writers that died")
+
+
+def _check_node(inspection: Inspection, key: str, fault: Callable[[dict[str, Any]], str | None]) -> None:
+    """Check one ``zarr.json``; ``fault`` describes what is wrong with its content, or returns None."""
+    try:
+        what = fault(parse_json(inspection.storage.get(key), key))
+    except FileNotFoundError:
+        what = "missing"
+    except FormatError as error:
+        what = without_subject(error, key)
+    if what:
+        inspection.problem(key, what)
+
+
+def read_records(inspection: Inspection) -> dict[str, CommitRecord]:
+    """Read the commit records of all streams, oldest first, and report those that are damaged or missing."""
+    storage = inspection.storage
+    names = storage.list_names("streams")
+    streams = [name for name in names if is_stream_id(name)]
+    for name in sorted(set(names) - {"zarr.json", *streams}):
+        inspection.note(f"streams/{name}", "not a stream; readers ignore it")
+    found = dict(zip(streams, storage.map(inspection.record_or_fault, streams), strict=True))
+    records = {name: record for name, record in found.items() if isinstance(record, CommitRecord)}
+    marks = {stream: row for r in records.values() for stream, row in r.view.first_rows.items()}
+    for name, fault in found.items():
+        where = f"stream '{name}', commit record"
+        if fault == NO_RECORD and name in marks:
+            inspection.note(where, f"missing; its rows below {marks[name]} are evicted, so it was being removed")
+        elif isinstance(fault, str):
+            inspection.problem(where, fault)
+    inspection.report.counts["streams"] = len(streams)
+    return by_creation(records)
+
+
+def check_schemas(inspection: Inspection) -> None:
+    """Compare the schema of every commit record with the store's, and check the record's own values."""
+    schema = _read_schema(inspection)
+    for record in inspection.records.values():
+        schema = schema or record.schema
+        if differences := schema.differences(record.schema):
+            inspection.problem(f"stream '{record.id}'", f"has another schema: {'; '.join(differences)}")
+        for what in _record_faults(record):
+            inspection.problem(f"stream '{record.id}', commit record", what)
+
+
+def _read_schema(inspection: Inspection) -> Schema | None:
+    where = "schema/zarr.json"
+    try:
+        data = inspection.storage.get(where)
+        own = trajstore_attributes(parse_json(data, where), "schema", where)
+        check_checksum(data, where)
+        return Schema.from_json(own.get("schema"))
+    except FileNotFoundError:
+        if inspection.records:
+            inspection.problem(where, "missing, although the store has streams")
+    except (FormatError, SchemaError) as error:
+        inspection.problem(where, without_subject(error, where))
+    return None
+
+
+def _record_faults(record: CommitRecord) -> Iterator[str]:
+    if not record.id.startswith(f"{record.name}-"):
+        yield f"its name is {record.name!r}, but the stream's id does not begin with it"
+    if record.first_row > record.rows:
+        yield f"its first row is {record.first_row}, but it has {record.rows} rows"
+    if record.rank is not None and record.world_size is not None and record.rank >= record.world_size:
+        yield f"its rank is {record.rank}, of {record.world_size}"
+    if record.replaces and record.replaces.stop - record.replaces.start != record.rows:
+        yield f"replaces rows {record.replaces.start} to {record.replaces.stop}, but has {record.rows} rows"
+    if not (_is_time(record.created_at) and _is_time(record.committed_at)):
+        yield "its times are not finite"
