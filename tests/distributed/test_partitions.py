@@ -14,7 +14,7 @@ from trajstore.distributed import partitions
 from trajstore.distributed.partitions import CAUSES, PartitionReport, Partitions, causes, deal, fates, least_loaded
 from trajstore.format.spans import End
 from trajstore.sampling.compiled.selection import compiled_loops
-from trajstore.sampling.episode_index import GONE
+from trajstore.sampling.index_entries import GONE
 from trajstore.schema import Array
 
 POLICIES = ("steps", "episodes", "contiguous", "interleaved")

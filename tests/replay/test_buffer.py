@@ -914,7 +914,7 @@ def test_a_checkpoint_waits_for_room_and_is_complete_then(
 
 def test_arguments_of_another_kind_are_refused_by_name(memory: str) -> None:
     with new_buffer(memory, priorities=Priorities()) as buffer:
-        with pytest.raises(NotReadyError, match="nothing is appended yet"):
+        with pytest.raises(NotReadyError, match="no step was appended yet"):
             new_buffer(f"{memory}-other", schema=None).sample(4)
         fill(buffer, 0, 8)
         batch = buffer.sample(2)

@@ -208,7 +208,7 @@ def test_a_goal_may_go_before_it_is_read(url: str) -> None:
                     value = np.array([9, t], np.float32)
                     buffer.append({"goal": value, "obs": value}, env=5)
                 assert buffer.n_steps == 60
-            batches._is_gone_by_now = lambda queued: False  # type: ignore[method-assign]  # that was before
+            batches._is_evicted = lambda queued: False  # type: ignore[method-assign]  # that was before
             for _ in range(21):
                 batch = next(batches)
                 of, t = batch["hindsight"]["goal_index"][:, 1:].T

@@ -602,7 +602,7 @@ def commit_late(buffer: ReplayBuffer) -> None:
     assert buffer.n_steps == 4
     fill(buffer, 4, first=40)
     assert buffer.n_steps == 4
-    live: Any = buffer._source._live
+    live: Any = buffer._source.live.episodes
     take = live.take
 
     def late(staging: Any) -> Any:
@@ -738,7 +738,7 @@ def is_ours(thing: Any) -> bool:
 def sizes(buffer: ReplayBuffer) -> dict[str, int]:
     """Bytes of everything that grows with what a buffer holds."""
     source, sampler = buffer._source, buffer.reader._priorities
-    parts = {"index": source.index, "live": source._live, "retention": buffer._retainer, "priorities": sampler}
+    parts = {"index": source.index, "live": source.live, "retention": buffer._retainer, "priorities": sampler}
     parts |= {"windows": source._kinds, "cache": source.cache, "sweeper": buffer._sweeper}
     others = {
         id(thing) for thing in (buffer, buffer.reader, source, buffer._writer, buffer._storage, buffer._store)

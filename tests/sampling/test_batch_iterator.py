@@ -181,7 +181,7 @@ def test_an_epoch_of_chosen_episodes() -> None:
 
 
 def test_batches_at_random_have_no_length() -> None:
-    with pytest.raises(TypeError, match="batches drawn at random have no end"):
+    with pytest.raises(TypeError, match="batches drawn at random have no end, so their iterator has no length"):
         len(Reader(new_store([3])).batches(2, Windows()))
 
 

@@ -13,7 +13,7 @@ from trajstore.arguments import check_positive
 from trajstore.distributed.partitions import Partitions, Policy, causes, deal, fates
 from trajstore.errors import CorruptionError
 from trajstore.format.spans import End, join_spans_by_episode, span_table
-from trajstore.sampling.episode_index import GONE
+from trajstore.sampling.index_entries import GONE
 from trajstore.schema import Array
 from trajstore.storage import Storage
 from trajstore.store import checkpoints

@@ -320,7 +320,7 @@ class ReplayBuffer:
         if state["counters"]["policy_version"] is not None:
             self._keep_versions(int(state["counters"]["policy_version"]))
         with self._source.lock:
-            self._source.index.arrange(state["order"], growing=self._start.growing)
+            self._source.arrange(state["order"], growing=self._start.growing)
             self._retainer.load_state_dict(state["retention"], self._start.seen)
             self._reader.load_state_dict(as_tensors(state["reader"]))
         counters = state["counters"]
@@ -973,10 +973,10 @@ class ReplayBuffer:
     def _state(self) -> dict[str, Any]:
         iterators = [i for ref in self._iterators if (i := ref()) is not None and not i.is_closed]
         for iterator in iterators:
-            iterator.take_back()
+            iterator.plan_queue_again()
         return {
             "options": to_json(self.options),
-            "order": self._source.index.order(),
+            "order": self._source.order(),
             "reader": self._reader.state_dict(),
             "retention": self._retainer.state_dict(),
             "iterators": [_without_priorities(i.state_dict()) for i in iterators] + self._saved_iterators,

@@ -13,7 +13,7 @@ from trajstore.distributed.redistribution import EpisodeFinder
 from trajstore.errors import CorruptionError
 from trajstore.format.spans import expand_ranges
 from trajstore.replay.statistics import RunningStatistics
-from trajstore.sampling.episode_index import TRUNCATED
+from trajstore.sampling.index_entries import TRUNCATED
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Array, Schema
 from trajstore.storage import Storage

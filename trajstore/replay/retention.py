@@ -12,8 +12,8 @@ import numpy as np
 from trajstore.arguments import check_positive, parse_bytes
 from trajstore.format.spans import expand_counts
 from trajstore.sampling.batch_assembler import BatchAssembler
-from trajstore.sampling.episode_index import GONE, OPEN
 from trajstore.sampling.episode_numbers import EpisodeNumberMap
+from trajstore.sampling.index_entries import GONE, OPEN
 from trajstore.schema import Array
 from trajstore.store.snapshot import Snapshot
 
@@ -147,7 +147,7 @@ class Evictor:
             return
         index, blocks = self._source.index, []
         for record, part in zip(snapshot.streams, snapshot.parts(), strict=True):
-            if record.id == index.followed:
+            if record.id == index.followed_stream:
                 continue
             spans, times = part.spans.ints, part.spans.floats[:, 1]
             fresh = slice(self._seen.get(record.id, 0), None)
@@ -178,7 +178,7 @@ class Evictor:
     def _arrive(self, episodes: Array, now: float) -> None:
         if not self._n_paged:
             self._page_time = now
-        number = self._source.index.numbers[self._source.index.followed]
+        number = self._source.index.numbers[self._source.index.followed_stream]
         self._page.append(np.stack([np.full(len(episodes), number), episodes]))
         self._n_paged += len(episodes)
         self._came(number, len(episodes))
@@ -199,10 +199,10 @@ class Evictor:
             mine = np.flatnonzero(stream == number)
             arrived = self._n_arrived.setdefault(number, EpisodeNumberMap(default=0))
             t[mine] = _first_t(arrived, episode[mine], count[mine])
-            if len(arrived) > _MANY_EPISODES + 4 * len(self._source.unplaced):
+            if len(arrived) > _MANY_EPISODES + 4 * len(self._source.uncommitted_episodes):
                 # Only episodes that may go on need to be known.
                 paged = np.concatenate([part[1][part[0] == number] for part in self._page])
-                arrived.keep(np.append(self._source.unplaced, paged))
+                arrived.keep(np.append(self._source.uncommitted_episodes, paged))
         self._enqueue(np.stack([stream, episode, t, count, np.full(len(count), now)]).astype(np.float64))
 
     # ---- evictions
@@ -434,8 +434,10 @@ def _first_t(arrived: EpisodeNumberMap, episode: Array, count: Array) -> Array:
 
 def unshown_rows(source: BatchAssembler) -> dict[str, int]:
     """By stream that holds rows: rows below are not shown any more, and never will be again; looks at all spans."""
-    found = source.index.first_live_rows()
+    found = source.index.first_shown_rows()
     n_rows = {record.id: record.rows for record in source.snapshot.streams}
-    if source.index.followed in n_rows:  # rows that are committed, but not yet known to be: their steps are live
-        n_rows[source.index.followed] = source.n_placed
+    if (
+        source.index.followed_stream in n_rows
+    ):  # rows that are committed, but not yet known to be: their steps are live
+        n_rows[source.index.followed_stream] = source.n_placed
     return {name: min(row, n_rows[name]) for name, row in found.items() if name in n_rows}

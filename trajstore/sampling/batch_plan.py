@@ -17,7 +17,8 @@ from trajstore.cache.chunk_cache import RowRequest
 from trajstore.cache.page_table import UNSIGNED
 from trajstore.errors import DataError
 from trajstore.format.spans import End
-from trajstore.sampling.episode_index import (
+from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.index_entries import (
     BEGINS,
     HAS_FINAL,
     HEADLESS,
@@ -25,7 +26,6 @@ from trajstore.sampling.episode_index import (
     OPEN,
     TERMINATED,
     TRUNCATED,
-    EpisodeIndex,
     RowLocations,
 )
 from trajstore.sampling.window_starts import DrawnWindows, WindowStarts
@@ -189,7 +189,9 @@ class BatchPlanner:
             integers[1],
             np.empty(shape, np.int32),
         )
-        self._kernels.frame(draw.entry.numpy(), draw.start.numpy(), *self._constants, *index.facts(), *outputs)
+        self._kernels.frame(
+            draw.entry.numpy(), draw.start.numpy(), *self._constants, *index.kernel_arrays(), *outputs
+        )
         block, inside, handles, row, source = map(torch.from_numpy, outputs)
         rows, masks = RowLocations(source, row), block.unbind(0)
         exists = None if self._spec.is_inside else masks[0]

@@ -13,8 +13,8 @@ from trajstore.errors import CorruptionError, DataError
 from trajstore.format.ids import is_column_name
 from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
 from trajstore.sampling.batch_plan import RESERVED, BatchPlan
-from trajstore.sampling.episode_index import handles_of
 from trajstore.sampling.hindsight import Relabeller
+from trajstore.sampling.index_entries import handles_of
 from trajstore.sampling.step_table import EVICTED, PAST_END, StepTable
 from trajstore.sampling.stored_column import StoredColumn
 from trajstore.sampling.window_starts import DrawnWindows

@@ -19,7 +19,7 @@ from trajstore.cache.page_table import UNSIGNED
 from trajstore.errors import DataError, SnapshotExpiredError
 from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
 from trajstore.sampling.batch_plan import BatchPlan
-from trajstore.sampling.episode_index import HAS_FINAL
+from trajstore.sampling.index_entries import HAS_FINAL
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows, relative

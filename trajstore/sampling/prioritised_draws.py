@@ -15,7 +15,7 @@ from trajstore.errors import DataError, NotReadyError
 from trajstore.format.spans import expand_ranges
 from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.draws import DrawScope, first_recent
-from trajstore.sampling.episode_index import handles_of
+from trajstore.sampling.index_entries import handles_of
 from trajstore.sampling.priority_column import COLUMN, PriorityColumn
 from trajstore.sampling.priority_options import Priorities
 from trajstore.sampling.rng import CounterRng

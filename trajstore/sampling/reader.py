@@ -14,8 +14,8 @@ from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.batch_iterator import BatchIterator
 from trajstore.sampling.derived_columns import DerivedColumns
 from trajstore.sampling.draws import Draws, DrawScope, EpochDraws, RandomDraws, StagedDraws
-from trajstore.sampling.episode_index import handles_of
 from trajstore.sampling.hindsight import Hindsight, Relabeller
+from trajstore.sampling.index_entries import handles_of
 from trajstore.sampling.outputs import Ring, flat_outputs, to_batch
 from trajstore.sampling.prioritised_draws import PrioritisedDraws, PrioritySampler
 from trajstore.sampling.priority_options import Priorities
@@ -345,10 +345,10 @@ class Reader:
     ) -> Any:
         plan = self._derived.plan(kind, draw, relabeller)
         if not isinstance(out, Ring):
-            flat = self._source.carry_out(kind, plan, flat_outputs(out))
+            flat = self._source.read_batch(kind, plan, flat_outputs(out))
             return to_batch(flat, self._as_tensordict)
         slot = out.reserve()
-        flat = self._source.carry_out(kind, plan, out.take(slot, (kind.windows, len(draw.entry))))
+        flat = self._source.read_batch(kind, plan, out.take(slot, (kind.windows, len(draw.entry))))
         out.give(slot, flat)
         return to_batch(flat, self._as_tensordict)
 
@@ -519,13 +519,10 @@ class Reader:
 
     def resize(self, *, cache_bytes: int | str | None = None, host_cache_bytes: int | str | None = None) -> None:
         """Change the bounds of the caches; what does not fit any more is dropped."""
-        source = self._source
-        with source.lock:
-            if cache_bytes is not None:
-                source.budget = parse_bytes(cache_bytes, "cache_bytes")
-            if host_cache_bytes is not None:
-                source.host_budget = _host_bytes(host_cache_bytes)
-            source.cache.resize(source.budget, source.host_budget)
+        budget = None if cache_bytes is None else parse_bytes(cache_bytes, "cache_bytes")
+        host_budget = None if host_cache_bytes is None else _host_bytes(host_cache_bytes)
+        with self._source.lock:
+            self._source.resize(budget=budget, host_budget=host_budget)
 
     def state_dict(self) -> dict[str, Any]:
         """What it takes to go on drawing the same windows from the same store, priorities included."""

@@ -69,7 +69,7 @@ class StoredColumn:
             raise
 
     def _hand_over(self, changes: Mapping[int, tuple[Array, Array]], writer: Writer) -> int:
-        names, marks, n = list(self._source.index.numbers), self._source.index.marks, 0
+        names, marks, n = list(self._source.index.numbers), self._source.marks, 0
         n_rows = {record.id: record.rows for record in self._source.snapshot.streams}
         for source, (rows, address) in changes.items():
             name = names[source - 1]

@@ -150,5 +150,5 @@ class WindowDataset(Dataset[Any]):
         with source.lock:
             kind = source.kind(self._windows)
             draw: DrawnWindows = kind.starts.locate(numbers, CounterRng(0))
-            batch: Mapping[str, Any] = to_batch(source.carry_out(kind, kind.plan(draw), {}), as_tensordict=False)
+            batch: Mapping[str, Any] = to_batch(source.read_batch(kind, kind.plan(draw), {}), as_tensordict=False)
             return batch

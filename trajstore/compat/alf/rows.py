@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trajstore.format.spans import expand_ranges
-from trajstore.sampling.episode_index import GONE
+from trajstore.sampling.index_entries import GONE
 from trajstore.schema import Array
 
 _ROW, _STREAM, _EPISODE, _SHIFT, _BEGIN, _LAST, _STRETCH = range(7)  # of episodes; t is position - shift
