@@ -232,16 +232,23 @@ class BatchIterator(Iterator[Any]):
 
     def _fill(self) -> None:
         """Draw batches until the queue holds one more than ``prefetch``."""
-        while len(self._queue) <= self._prefetch and not self._is_over:
-            with self._assembler.lock:
-                self._assembler.publish()
-                drawn = self._draws.draw()
-                if drawn is None:
-                    self._is_over = True
-                    return
-                self._enqueue(*drawn)
+        while self._draw_next():
             if self._loader is not None:
                 self._loader.follow()
+
+    def _draw_next(self) -> bool:
+        """Draw one more batch; returns False if the queue is full or all batches are drawn."""
+        # The length is read under the lock as well: `plan_queue_again` empties the queue for a moment.
+        with self._assembler.lock:
+            if len(self._queue) > self._prefetch or self._is_over:
+                return False
+            self._assembler.publish()
+            drawn = self._draws.draw()
+            if drawn is None:
+                self._is_over = True
+                return False
+            self._enqueue(*drawn)
+            return True
 
     def _enqueue(self, kind: WindowKind, draw: DrawnWindows) -> None:
         planned = self._make_plan(kind, draw, self._reserve_slot())
