@@ -787,6 +787,6 @@ def test_what_a_buffer_holds_in_memory_is_bounded_by_its_capacity(url: str, ends
     assert late.pop("cache") < 20_000_000
     assert {name: n for name, n in late.items() if n > 250 * (1 << 16) + 1000 * CAPACITY} == {}
     assert {name: (early[name], n) for name, n in late.items() if n > 1.4 * early[name] + 3_000_000} == {}
-    assert len(buffer._source.index.heads) < 10_000
+    assert len(buffer._source.index.changes) < 10_000
     assert resident_bytes() < rss + (48 << 20)
     buffer.close()

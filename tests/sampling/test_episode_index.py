@@ -131,18 +131,20 @@ def test_evicted_entries_are_compacted(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = Windows(length=2)
     starts = WindowStarts(index, spec, False)
     data = {"obs": np.zeros((3, 2), np.float32), "action": np.arange(3), "reward": np.zeros(3, np.float32)}
-    generations = set()
+    n_compactions = version = 0
     for i in range(60):
         writer.append_episode(data, terminated=True)
         writer.commit()
         snapshot = store.refresh()
         seen: Any = Evicted(snapshot, {snapshot.streams[0].id: max(0, 3 * i - 10)})
         follower.follow(seen)
-        generations.add(index.generation)
+        removals = index.changes.removals_since(version)
+        assert removals is not None
+        n_compactions, version = n_compactions + sum(r.is_renumbered for r in removals), index.version
         assert len(contents(index)) == min(i + 1, 5)
         assert index.n <= 16
         assert len(drawable(starts, index)) == starts.total
-    assert len(generations) > 3
+    assert n_compactions > 3
     writer.close()
 
 
@@ -159,8 +161,13 @@ def test_an_eviction_touches_only_the_front(monkeypatch: pytest.MonkeyPatch) -> 
     starts = WindowStarts(index, Windows(length=2), False)
     starts.update()
     seen: Any = Evicted(snapshot, {snapshot.streams[0].id: 8})
+    version = index.version
     follower.follow(seen)
-    assert (index.generation, index.heads, index.first) == (1, [3], 2)
+    removals = index.changes.removals_since(version)
+    assert removals is not None
+    assert [(r.n_rewritten, r.is_renumbered) for r in removals] == [(3, False)]
+    assert [r.ranges.tolist() for r in removals] == [[[0, 0, 0, 3], [0, 1, 0, 3], [0, 2, 0, 2]]]
+    assert index.first == 2
     summed: list[tuple[int, int]] = []
     real = WindowStarts._mass
     monkeypatch.setattr(WindowStarts, "_mass", lambda self, a, b: (summed.append((a, b)), real(self, a, b))[1])

@@ -172,21 +172,6 @@ class BatchAssembler:
         """Show only the episodes that another assembler's `order` names; see `SnapshotFollower.arrange`."""
         self._follower.arrange(order, growing=growing)
 
-    @property
-    def live_epoch(self) -> int:
-        """Grows when live rows are released, so that plans made before may refer to other steps."""
-        return self.live.episodes.pages.n_released if self.live is not None else 0
-
-    @property
-    def n_moves(self) -> int:
-        """How often live rows became rows of the stream."""
-        return self.live.n_moves if self.live is not None else 0
-
-    @property
-    def n_removed(self) -> int:
-        """Grows when steps are removed that could be drawn before."""
-        return self.index.n_evictions + (self.live.episodes.n_aborted if self.live is not None else 0)
-
     # ---- arrivals of the followed writer, for retention
 
     def keep_arrivals(self) -> None:
@@ -346,9 +331,9 @@ class BatchAssembler:
         ]
         check_not_evicted(plan, marks)
 
-    def moved(self, plan: BatchPlan, n_moves: int) -> BatchPlan | None:
-        """Update a plan's rows after live rows were committed; None if the plan is too old."""
-        moves = self.live.moves_since(n_moves) if self.live is not None else []
+    def with_moved_rows(self, plan: BatchPlan, version: int) -> BatchPlan | None:
+        """Update the rows of a plan made at ``version`` after live rows were committed; None if it is too old."""
+        moves = self.index.changes.moves_since(version)
         if moves is None:
             return None
         return with_moved_rows(plan, moves, self.index.numbers[self.index.followed_stream] + 1)

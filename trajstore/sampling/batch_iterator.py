@@ -38,17 +38,14 @@ class _ReadyBatch:
 
 @dataclass(frozen=True, slots=True)
 class _PlannedBatch:
-    """A batch to read, and the state of the index that its plan was made for."""
+    """A batch to read, and the version of the index that its plan was made for."""
 
     kind: WindowKind
     plan: BatchPlan
     windows: torch.Tensor  # [B, 3]: stream number, episode, t of the start, which may lie outside the episode
     draw: DrawnWindows
     first_t: torch.Tensor  # [B]: the first t that each window's episode had
-    live_epoch: int
-    n_moves: int
     version: int
-    n_removed: int
     slot: int  # of the ring
 
 
@@ -61,7 +58,7 @@ class _QueuedBatch:
     first_t: torch.Tensor  # [B]: the first t that each window's episode had
     extras: tuple[torch.Tensor | None, ...]  # n, probability and weight, where they are drawn
     goals: torch.Tensor | None  # [B, 3]: steps that give goals in hindsight; -1 where there is none
-    n_removed: int  # of the assembler, when the windows were drawn
+    version: int  # of the index, when the windows were drawn; -1 if that was another index
     slot: int  # of the ring
     work: Future[_ReadyBatch] | _PlannedBatch | None  # without prefetch it is read when its turn comes
     late_work: Future[_ReadyBatch] | None = None  # earlier work for this batch that could not be cancelled
@@ -210,7 +207,7 @@ class BatchIterator(Iterator[Any]):
 
     def _is_evicted(self, queued: _QueuedBatch) -> bool:
         """Whether windows or goals of a batch were evicted since they were drawn."""
-        if queued.n_removed == self._assembler.n_removed:
+        if queued.version >= self._assembler.index.changes.removed_at:
             return False
         with self._assembler.lock:
             return self._lacks_steps(queued)
@@ -219,10 +216,8 @@ class BatchIterator(Iterator[Any]):
         is_evicted = bool(self._evicted_windows(queued).any())
         return is_evicted or are_goals_evicted(self._assembler.index, queued.goals)
 
-    def _is_plan_evicted(self, planned: _PlannedBatch) -> bool:
-        """Whether steps that a plan refers to were evicted since it was made."""
-        if planned.n_removed == self._assembler.n_removed:
-            return False
+    def _may_be_evicted(self, planned: _PlannedBatch) -> bool:
+        """Whether steps that a plan refers to were removed; True as well for windows that cross episodes."""
         goals = planned.plan.known.get(GOAL_INDEX)
         if planned.kind.starts.chains is not None or are_goals_evicted(self._assembler.index, goals):
             return True
@@ -253,8 +248,8 @@ class BatchIterator(Iterator[Any]):
     def _enqueue(self, kind: WindowKind, draw: DrawnWindows) -> None:
         planned = self._make_plan(kind, draw, self._reserve_slot())
         extras = draw.n, draw.probability, draw.weight
-        goals, n_removed = planned.plan.known.get(GOAL_INDEX), self._assembler.n_removed
-        facts = kind, planned.windows, planned.first_t, extras, goals, n_removed, planned.slot
+        goals = planned.plan.known.get(GOAL_INDEX)
+        facts = kind, planned.windows, planned.first_t, extras, goals, planned.version, planned.slot
         self._queue.append(_QueuedBatch(*facts, self._submit(planned)))
 
     def _reserve_slot(self) -> int:
@@ -264,11 +259,10 @@ class BatchIterator(Iterator[Any]):
         self, kind: WindowKind, draw: DrawnWindows, slot: int, goals: torch.Tensor | None = None
     ) -> _PlannedBatch:
         plan = self._plan(kind, draw, goals)
-        assembler, windows = self._assembler, plan.known["index"].clone()
-        first_t = assembler.index.t_base.device[draw.entry]
+        index, windows = self._assembler.index, plan.known["index"].clone()
+        first_t = index.t_base.device[draw.entry]
         windows[:, 2] = first_t + draw.start
-        state = assembler.live_epoch, assembler.n_moves, assembler.index.version, assembler.n_removed
-        return _PlannedBatch(kind, plan, windows, draw, first_t, *state, slot)
+        return _PlannedBatch(kind, plan, windows, draw, first_t, index.version, slot)
 
     def _submit(self, planned: _PlannedBatch) -> Future[_ReadyBatch] | _PlannedBatch:
         """Let the background thread read a batch; without prefetch, return it as it is."""
@@ -280,14 +274,11 @@ class BatchIterator(Iterator[Any]):
 
     def _read(self, planned: _PlannedBatch, after: Any) -> _ReadyBatch:
         """Read a planned batch, on a GPU after the event ``after``."""
-        kind, plan, assembler = planned.kind, planned.plan, self._assembler
+        kind, assembler = planned.kind, self._assembler
         with assembler.lock, side_stream(assembler.device, after) as side:
-            if self._is_plan_evicted(planned):
+            plan = self._up_to_date(planned)
+            if plan is None:
                 return _ReadyBatch(None)
-            if planned.live_epoch != assembler.live_epoch:  # live rows of the plan may hold other steps now
-                plan = assembler.moved(plan, planned.n_moves) or self._plan_again(planned)
-            if planned.version != assembler.index.version:
-                assembler.check_plan(plan)
             outs, ring = {}, self._ring
             if ring is not None:
                 outs = ring.take(planned.slot, (kind.windows, len(plan.known["index"])))
@@ -295,6 +286,24 @@ class BatchIterator(Iterator[Any]):
             if ring is not None:
                 ring.give(planned.slot, batch)
             return _ReadyBatch(batch, side.record_event() if side is not None else None)
+
+    def _up_to_date(self, planned: _PlannedBatch) -> BatchPlan | None:
+        """The plan for the index as it is now; None if steps of it were removed.
+
+        Raises:
+            SnapshotExpiredError: Rows of it were evicted.
+        """
+        plan, version, changes = planned.plan, planned.version, self._assembler.index.changes
+        if version >= changes.touched_at:
+            return plan
+        is_removed = version < changes.removed_at
+        if is_removed and self._may_be_evicted(planned):
+            return None
+        if version < changes.released_at:  # live rows of the plan may hold other steps now
+            plan = self._assembler.with_moved_rows(plan, version) or self._plan_again(planned)
+        if is_removed:
+            self._assembler.check_plan(plan)
+        return plan
 
     def _plan_again(self, planned: _PlannedBatch) -> BatchPlan:
         """Plan the same windows for the index as it is now: episodes may have grown or ended since."""
@@ -331,7 +340,7 @@ class BatchIterator(Iterator[Any]):
         draw = replace(draw, probability=probability, weight=weight)
         goals = None if queued.goals is None else queued.goals.to(self._assembler.device)
         planned = self._make_plan(queued.kind, draw, queued.slot, goals)
-        return replace(queued, work=planned, n_removed=self._assembler.n_removed)
+        return replace(queued, work=planned, version=planned.version)
 
     def state_dict(self) -> dict[str, Any]:
         """State from which an iterator, with any ``prefetch``, continues after the last delivered batch."""

@@ -105,7 +105,7 @@ class _Frozen:
         self._source = source
         self.kind = kind
         self.total = kind.starts.total
-        self._seen = index.generation, index.version
+        self._version = index.version
         self._streams = list(index.numbers)
         usable = kind.starts.usable_steps
         columns = (kind.starts.sums, index.stream.host, index.episode.host, index.t_base.host, usable)
@@ -121,7 +121,7 @@ class _Frozen:
         index, entry = self._source.index, at
         if not index.n:
             return DrawnWindows(*(torch.empty(0, dtype=torch.int64, device=index.device) for _ in range(2)))
-        if self._seen != (index.generation, index.version):
+        if self._version != index.version:
             names = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
             entry = index.find(names[stream[at]], episode[at])
         evicted = np.where(entry >= 0, index.t_base.host[entry] - t_base[at], 0)
@@ -137,7 +137,7 @@ class _Frozen:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._streams, self._episodes = list(state["streams"]), state["episodes"].numpy()
         self.total = int(self._episodes[0, -1]) if self._episodes.shape[1] else 0
-        self._seen = (-1, -1)
+        self._version = -1
 
 
 def _freeze(source: BatchAssembler, windows: Windows, where: Where | None, why: str) -> _Frozen:

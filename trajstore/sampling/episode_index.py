@@ -12,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from trajstore.sampling.change_log import ChangeLog
 from trajstore.sampling.episode_numbers import EpisodeNumberMap
 from trajstore.sampling.episode_overrides import EpisodeOverrides
 from trajstore.sampling.episode_tensors import EpisodeTensors
@@ -19,7 +20,6 @@ from trajstore.sampling.index_entries import BEGINS, HAS_FINAL, HEADLESS, IndexE
 from trajstore.schema import Array
 
 _MIN_DEAD = 1 << 16  # fewer evicted entries than this are not worth compacting
-_MAX_HEADS = 1 << 14  # evictions after which everything derived from entries is computed from scratch
 
 
 class EpisodeIndex(EpisodeTensors):
@@ -30,27 +30,24 @@ class EpisodeIndex(EpisodeTensors):
             their steps are evicted.
         followed_stream: Id of the stream whose episodes come by `set_live` and not with snapshots; "" for none.
         overrides: Facts that a redistribution gave to episodes.
-        version: Grows with every update.
-        generation: Grows when entries get other numbers; everything derived from entries is invalid then.
-        heads: For each eviction, the number of entries before the last one that it changed. Later entries stayed as
-            they were.
-        n_evictions: Grows whenever steps are removed.
-        follows_evictions: Whether a reader calls `take_evictions`.
+        changes: What changed, in order.
     """
 
     def __init__(self, device: torch.device, kernels: ModuleType | None = None) -> None:
         super().__init__(device, kernels)
-        self.n_closed = self.version = self.generation = 0
-        self.heads: list[int] = []
+        self.n_closed = 0
+        self.changes = ChangeLog()
         self.followed_stream = ""
         self.overrides = EpisodeOverrides()
-        self.n_evictions = 0
-        self.follows_evictions = False
-        self._evictions: list[Array] = []
         self._n_closed_spans = 0
         self._open: IndexEntries | None = None  # open episodes of snapshots
         self._live: tuple[IndexEntries | None, IndexEntries | None] = (None, None)  # of the followed writer
         self._growing_spans = np.empty((0, 2), np.int64)  # of growing episodes: which one, and where in it
+
+    @property
+    def version(self) -> int:
+        """Number of changes so far."""
+        return self.changes.version
 
     # ---- streams
 
@@ -83,8 +80,7 @@ class EpisodeIndex(EpisodeTensors):
             array.rewrite(0, array.host[:0])
         for entries in self._entries:
             entries.clear()
-        self.generation += 1
-        self.heads = []
+        self.changes.entries_renumbered()
 
     def append(self, closed: IndexEntries, open_episodes: IndexEntries | None = None) -> None:
         """Add episodes that ended and rewrite the tail behind them.
@@ -119,7 +115,7 @@ class EpisodeIndex(EpisodeTensors):
         offset = offset - (np.cumsum(growing.n_rows) - growing.n_rows)[owner]
         self._growing_spans = np.stack([owner, offset], 1)
         self.append(placed)
-        self.version += 1
+        self.changes.episodes_added()
 
     def set_lengths(self, n_rows: Array) -> None:
         """Set the number of rows of the growing episodes of the last `set_live`; nothing else changes."""
@@ -130,7 +126,7 @@ class EpisodeIndex(EpisodeTensors):
         before = int(self.step_sums.host[at - 1]) if at else self.step_base
         self.step_sums.rewrite(at, before + np.cumsum(n_rows))
         self.span_logical.rewrite(first_span, starts[owner] + offset)
-        self.version += 1
+        self.changes.episodes_added()
 
     def _write(self, at: int, at_span: int, new: IndexEntries) -> None:
         """Write episodes from entry ``at`` on, and their spans from ``at_span`` on."""
@@ -185,19 +181,18 @@ class EpisodeIndex(EpisodeTensors):
 
     # ---- removing steps
 
-    def note_evicted(self, stream: Array, episode: Array, start: Array, stop: Array) -> None:
-        """Record that the steps from ``start`` to ``stop`` of episodes are removed; empty ranges do not count."""
-        is_evicted = stop > start
-        if is_evicted.any():
-            self.n_evictions += 1
-            if self.follows_evictions:
-                ranges = np.stack([np.asarray(a, np.int64) for a in (stream, episode, start, stop)], 1)
-                self._evictions.append(ranges[is_evicted])
+    def record_evicted(
+        self, stream: Array, episode: Array, start: Array, stop: Array, *, n_rewritten: int = 0
+    ) -> None:
+        """Record that the steps from ``start`` to ``stop`` of episodes are removed; see `Removal`.
 
-    def take_evictions(self) -> Array:
-        """Steps evicted since the last call: rows of stream, episode, first t, and the t after the last."""
-        taken, self._evictions = self._evictions, []
-        return np.concatenate([np.empty((0, 4), np.int64), *taken])
+        Empty ranges do not count.
+        """
+        chosen = np.flatnonzero(stop > start)
+        if len(chosen) or n_rewritten:
+            columns = (stream, episode, start, stop)
+            ranges = np.stack([np.asarray(a[chosen], np.int64) for a in columns], 1)
+            self.changes.steps_removed(ranges, n_rewritten=n_rewritten)
 
     def rows_below(self, marks: Mapping[int, int], stop: int) -> Array:
         """For each entry from `first` to ``stop``: how many of its rows lie below the mark of their source."""
@@ -228,7 +223,8 @@ class EpisodeIndex(EpisodeTensors):
         base = self.t_base.host[first:stop]
         n_lost = np.minimum(n_lost, rows)
         stop_t = base + np.minimum(n_lost, steps)
-        self.note_evicted(self.stream.host[first:stop], self.episode.host[first:stop], base, stop_t)
+        episodes = self.stream.host[first:stop], self.episode.host[first:stop]
+        self.record_evicted(*episodes, base, stop_t, n_rewritten=stop)
         span_stop, owner, n = self._spans_before(stop)
         logical, row, source = (c.host[self._first_span : span_stop].copy() for c in self._span_columns())
         n_cut = np.clip((self.logical.host[first:stop] + n_lost)[owner] - logical, 0, n)
@@ -239,8 +235,7 @@ class EpisodeIndex(EpisodeTensors):
         moved = [(row + n_cut)[span_kept], source[span_kept]]
         self._move_spans(span_stop, moved, (n - n_cut)[span_kept], int(self.logical.host[stop]))
         self._move_entries(stop, entries[kept], rows[kept], steps[kept], n_lost[kept])
-        self.heads.append(stop)
-        if (self.first > _MIN_DEAD and self.first > self.n // 2) or len(self.heads) > _MAX_HEADS:
+        if self.first > _MIN_DEAD and self.first > self.n // 2:
             self._compact()
 
     def _move_spans(self, stop: int, columns: Sequence[Array], n: Array, end: int) -> None:
@@ -284,5 +279,4 @@ class EpisodeIndex(EpisodeTensors):
             entries.add_to_all(-first)
         self.n, self.n_closed, self.first = self.n - first, self.n_closed - first, 0
         self._n_closed_spans, self._first_span = self._n_closed_spans - first_span, 0
-        self.generation += 1
-        self.heads = []
+        self.changes.entries_renumbered()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trajstore.format.spans import End, expand_counts
+from trajstore.sampling.change_log import ChangeLog
 from trajstore.sampling.index_entries import LIVE, IndexEntries, flags_of
 from trajstore.sampling.integer_table import IntegerTable
 from trajstore.sampling.live_pages import LivePages
@@ -62,18 +63,18 @@ class LiveEpisodes:
 
     Args:
         stream: Number of the writer's stream in the index.
+        changes: Records aborted episodes and released live rows.
 
     Attributes:
         inbox: What the writer reports to.
         pages: Pages of live rows.
-        n_aborted: Grows whenever episodes are aborted.
         keeps_arrivals: Whether to remember the order in which rows arrive, for `take_arrivals`.
     """
 
-    def __init__(self, stream: int) -> None:
+    def __init__(self, stream: int, changes: ChangeLog) -> None:
         self.inbox = WriterInbox()
-        self.pages = LivePages()
-        self.n_aborted = 0
+        self.pages = LivePages(changes)
+        self._changes = changes
         self.keeps_arrivals = False
         self._stream = stream
         self._episodes = IntegerTable(_COLUMNS)  # in order of episode number
@@ -245,7 +246,7 @@ class LiveEpisodes:
         self._episodes["ended_at"][slot] = self._n_ended + np.arange(len(slot))
         self._n_ended += len(slot)
         if (ends[:, 3] == End.ABORTED).any():
-            self.n_aborted += 1
+            self._changes.steps_removed()
             if self.keeps_arrivals:
                 self._aborted.append(ends[ends[:, 3] == End.ABORTED, 1])
             self._remove(self._episodes["end"] == End.ABORTED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from trajstore.sampling.change_log import ChangeLog
 from trajstore.schema import Array
 
 _MAX_PAGE_ROWS = 64
@@ -13,15 +14,18 @@ _WANTED_PAGES = 2048  # so that many environments can each have a page
 class LivePages:
     """A stack of free pages.
 
+    Args:
+        changes: Records when pages are released.
+
     Attributes:
         page_rows: Rows of a page, a power of two.
         n_free: Number of free pages.
-        n_released: Grows whenever pages are released; rows of plans made before may hold other steps then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, changes: ChangeLog) -> None:
         self.page_rows = _MAX_PAGE_ROWS
-        self.n_free = self.n_released = 0
+        self.n_free = 0
+        self._changes = changes
         self._free = np.empty(0, np.int64)
 
     def set_rows(self, n: int) -> None:
@@ -40,4 +44,5 @@ class LivePages:
         pages = np.unique(rows // self.page_rows)
         self._free[self.n_free : self.n_free + len(pages)] = pages
         self.n_free += len(pages)
-        self.n_released += bool(len(pages))
+        if len(pages):
+            self._changes.rows_released()

@@ -11,6 +11,7 @@ import torch
 from trajstore.cache.chunk_cache import RowRequest
 from trajstore.errors import SnapshotExpiredError
 from trajstore.sampling.batch_plan import BatchPlan
+from trajstore.sampling.change_log import MovedRows
 from trajstore.sampling.index_entries import LIVE, RowLocations
 from trajstore.schema import Array
 
@@ -29,12 +30,12 @@ def check_not_evicted(plan: BatchPlan, marks: Array) -> None:
             raise SnapshotExpiredError("steps of a batch that was planned ahead were evicted before it was read")
 
 
-def with_moved_rows(plan: BatchPlan, moves: Sequence[tuple[Array, Array]], source: int) -> BatchPlan:
+def with_moved_rows(plan: BatchPlan, moves: Sequence[MovedRows], source: int) -> BatchPlan:
     """The plan with live rows replaced by the rows of ``source`` that they became.
 
     Args:
         plan: Refers to live rows as they were before the moves.
-        moves: Live rows and the rows they became, oldest move first.
+        moves: The moves since, oldest first.
         source: The followed writer's stream.
     """
     moved: dict[int, RowLocations] = {}  # several outputs share one tensor of rows
@@ -47,13 +48,13 @@ def with_moved_rows(plan: BatchPlan, moves: Sequence[tuple[Array, Array]], sourc
     )
 
 
-def _moved_rows(wanted: RowRequest, moves: Sequence[tuple[Array, Array]], own: int) -> RowLocations:
+def _moved_rows(wanted: RowRequest, moves: Sequence[MovedRows], own: int) -> RowLocations:
     source, row = wanted.source.expand(wanted.row.shape).clone(), wanted.row.clone()
-    for live, rows in moves:
-        if not len(live):
+    for move in moves:
+        if not len(move.live):
             continue
-        order = np.argsort(live)
-        old, new = (torch.from_numpy(a[order]).to(row.device) for a in (live, rows))
+        order = np.argsort(move.live)
+        old, new = (torch.from_numpy(a[order]).to(row.device) for a in (move.live, move.rows))
         at = torch.searchsorted(old, row).clamp(max=len(old) - 1)
         is_moved = (source == LIVE) & (old[at] == row)
         row = torch.where(is_moved, new[at], row)

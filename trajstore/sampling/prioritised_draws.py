@@ -401,8 +401,8 @@ class _Tree:
         self._where = where
         with_min = owner.options.normalize == "buffer"
         self._tree = SumTree(source.device, compiled=source.kernels is not None, with_min=with_min)
-        self._seen = (-1, -1, -1)  # generation, version of the index, layout of the table
-        self._n_closed = self._n_heads = self._n_changes = 0
+        self._seen = (-1, -1)  # versions of the index and of the step table
+        self._n_closed = 0
         self._tail = np.empty((4, 0), np.int64)  # of open episodes: stream, episode, first t, t where starts stop
         self.kind = source.kind(windows, where)
 
@@ -415,22 +415,21 @@ class _Tree:
     def update(self, masses: _Masses) -> None:
         index = self._source.index
         self.kind = self._source.kind(self._windows, self._where)
-        seen = (index.generation, index.version, self._table.layout)
+        seen = (index.version, self._table.version)
         if seen == self._seen:
             return
-        is_same = self._seen[0] == index.generation and self._seen[2] == self._table.layout and self._where is None
-        changes = self._table.changes_since(self._n_changes)
-        if not is_same or changes is None or self.kind.starts.chains is not None:
+        removals = index.changes.removals_since(self._seen[0])
+        changes = self._table.changes_since(self._seen[1])
+        is_same = removals is not None and not any(removal.is_renumbered for removal in removals)
+        if not is_same or changes is None or self._where is not None or self.kind.starts.chains is not None:
             self._rebuild(masses)
         else:
             self._tree.resize(self._table.size)
             for change in changes:
                 self._follow_change(change)
-            if len(index.heads) > self._n_heads:
-                self._trim(max(index.heads[self._n_heads :]), masses)
+            self._trim(max((removal.n_rewritten for removal in removals or ()), default=0), masses)
             self._extend(masses)
-        self._n_closed, self._n_heads, self._seen = index.n_closed, len(index.heads), seen
-        self._n_changes = self._table.n_changes
+        self._n_closed, self._seen = index.n_closed, seen
         tail = slice(index.n_closed, index.n)
         base = index.t_base.host[tail]
         stop = self._valid(np.arange(index.n_closed, index.n))[1] + base
@@ -445,7 +444,7 @@ class _Tree:
 
     def _trim(self, stop: int, masses: _Masses) -> None:
         """Take away the masses of windows that reach into evicted steps."""
-        if self._windows.lead or self._windows.boundary == "short":
+        if stop and (self._windows.lead or self._windows.boundary == "short"):
             entry = np.arange(self._source.index.first, min(stop, self._n_closed))
             self._clear(entry, np.zeros_like(entry), self._source.index.lengths_of(entry))
             self._set(entry, *self._valid(entry), masses)
@@ -551,7 +550,7 @@ class _Tree:
         if not len(address):
             return
         if not is_simple and self.kind.starts.chains is not None:
-            self._seen = (-1, -1, -1)  # made anew when it is asked for
+            self._seen = (-1, -1)  # made anew when it is asked for
             return
         self.update(masses)
         if is_simple:

@@ -63,7 +63,7 @@ class SnapshotFollower:
             finished = {index.numbers[name] for name, part in parts.items() if part.is_finished}
             columns = self._with_open_spans(columns, finished)
         self._add_episodes(join_spans_by_episode(self._above_floors(columns)))
-        index.version += 1
+        index.changes.episodes_added()
 
     def _restart_if_rewritten(self, parts: Mapping[str, VisibleSpans]) -> None:
         """Start over if something other than new spans and evictions has changed."""
@@ -80,7 +80,7 @@ class SnapshotFollower:
             index.restart()
             self._n_spans, self._open_spans, self._first_rows = {}, None, {}
             index.append(own)
-            index.n_evictions += 1  # steps may have been removed
+            index.changes.steps_removed()  # some may be: those of streams that are no longer shown
 
     def _is_shown(self, stream: str) -> bool:
         """Whether the index holds episodes of a stream."""
@@ -162,7 +162,7 @@ class SnapshotFollower:
 
     def _without_first_rows(self, columns: dict[str, Array], n_lost: Array) -> dict[str, Array]:
         t = columns["t_start"]
-        self._index.note_evicted(columns["stream"], columns["episode"], t, t + n_lost)
+        self._index.record_evicted(columns["stream"], columns["episode"], t, t + n_lost)
         return columns | {name: columns[name] + n_lost for name in ("row_start", "t_start", "n_evicted")}
 
     def evict(self, stream: Array, episode: Array, t: Array) -> tuple[Array, Array]:
@@ -185,7 +185,7 @@ class SnapshotFollower:
         if is_live.any():
             base = index.t_base.host[entry[is_live]]
             stops = np.minimum(t[is_live], base + index.lengths_of(entry[is_live]))
-            index.note_evicted(stream[is_live], episode[is_live], base, stops)
+            index.record_evicted(stream[is_live], episode[is_live], base, stops)
         if is_closed.any():  # entries may have other numbers afterwards
             stop = int(entry[is_closed].max()) + 1
             n_lost = np.zeros(stop - index.first, np.int64)
@@ -193,7 +193,7 @@ class SnapshotFollower:
             index.trim_front(stop, n_lost.clip(0))
         if (is_open & ~is_live).any() and self._open_spans is not None:
             self._add_episodes(join_spans_by_episode(self._above_floors(self._open_spans)))
-        index.version += 1
+        index.changes.episodes_added()
         return episode[is_live], t[is_live]
 
     # ---- the order of a checkpoint
@@ -250,7 +250,7 @@ class SnapshotFollower:
         if is_newer.any():
             index.append(every.take(np.flatnonzero(is_newer)))
         index.newest = np.maximum(index.newest, newest)
-        index.version += 1
+        index.changes.episodes_added()
 
 
 def _is_special(part: VisibleSpans) -> bool:

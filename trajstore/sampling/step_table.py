@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from trajstore.format.spans import expand_counts, expand_ranges
 from trajstore.sampling.address_ranges import HOMELESS, AddressRanges, Places, distinct
+from trajstore.sampling.change_log import BoundedLog, Removal
 from trajstore.sampling.episode_index import EpisodeIndex
 from trajstore.sampling.index_entries import LIVE, OPEN
 from trajstore.schema import Array
@@ -19,7 +20,8 @@ from trajstore.schema import Array
 EVICTED, PAST_END, UNKNOWN = -1, -2, -3
 _MIN_ROOM = 16  # least room of an open episode, in steps
 _SLACK = 1 << 16  # unused addresses that are not worth compacting
-_MAX_LOG = 1024
+_MAX_CHANGES = 1024  # of addresses, remembered for priority trees
+_MAX_CHANGED = 1 << 20  # addresses in these changes
 
 
 class AddressChange(NamedTuple):
@@ -56,7 +58,7 @@ class StepTable:
     Methods are called with the assembler's lock held.
 
     Attributes:
-        layout: Grows when all ranges were laid out again.
+        version: Number of changes of addresses so far.
         columns: Columns by name.
     """
 
@@ -65,12 +67,12 @@ class StepTable:
         self._device = index.device
         self._ranges = AddressRanges()
         self._capacity = 0  # addresses that columns have memory for
-        self.layout = 0
+        self.version = 0
         self.columns: dict[str, StepColumn] = {}
         self._typical_length = 0.0  # of episodes that ended lately
-        self._seen = (-1, 0)  # generation of the index, and its number of closed entries
-        self._log: list[AddressChange] = []
-        self._n_forgotten = 0  # changes that the log no longer holds
+        self._index_version = -1  # that this table is up to date with
+        self._n_closed = 0  # closed entries of the index whose steps have addresses
+        self._changes: BoundedLog[AddressChange] = BoundedLog(_MAX_CHANGES, _MAX_CHANGED)
 
     @property
     def size(self) -> int:
@@ -83,9 +85,10 @@ class StepTable:
         """Give addresses to new steps and clear those of evicted ones. Cost grows with new and open steps."""
         index = self._index
         self._ranges.set_streams(len(index.numbers))
-        self._clear_evicted(index.take_evictions())
-        start = max(self._seen[1], index.first) if self._seen[0] == index.generation else index.first
-        entry = np.arange(start, index.n)
+        removals = index.changes.removals_since(self._index_version)
+        self._clear_evicted(removals or ())
+        is_same = removals is not None and not any(removal.is_renumbered for removal in removals)
+        entry = np.arange(max(self._n_closed, index.first) if is_same else index.first, index.n)
         stream, episode = index.stream.host[entry].astype(np.int64), index.episode.host[entry]
         base = index.t_base.host[entry]
         stop = base + index.lengths_of(entry)
@@ -95,7 +98,9 @@ class StepTable:
         self._set_initial(places.home, np.maximum(places.known, base), stop)
         self._ranges.put(stream, episode, Places(places.home, np.where(is_open, places.limit, stop), stop))
         self._learn_length((stop - base)[~is_open & (limit_before != stop)])  # each episode once, when it ended
-        self._seen = index.generation, index.n_closed
+        if removals is None and self._index_version >= 0:
+            self._clear_unused()
+        self._index_version, self._n_closed = index.version, index.n_closed
         if self.size > 3 * index.n_steps + _SLACK:
             self._compact()
 
@@ -154,8 +159,7 @@ class StepTable:
         """
         empty = torch.zeros((self._capacity, *shape), dtype=dtype, device=self._device)
         column = self.columns[name] = StepColumn(empty, initial, np.zeros(self._capacity, bool))
-        self._index.follows_evictions = True
-        if self._seen[0] >= 0:
+        if self._index_version >= 0:
             address = self.all_steps()
             value = initial() if fill is None else fill
             column.values[self._on_device(address)] = torch.as_tensor(value, dtype=dtype, device=self._device)
@@ -185,7 +189,8 @@ class StepTable:
             column.values[where] = column.initial()
             column.dirty[address] = True
 
-    def _clear_evicted(self, evicted: Array) -> None:
+    def _clear_evicted(self, removals: Sequence[Removal]) -> None:
+        evicted = np.concatenate([np.empty((0, 4), np.int64), *(removal.ranges for removal in removals)])
         if not len(evicted):
             return
         home, _, known = self._ranges.get(evicted[:, 0], evicted[:, 1])
@@ -202,20 +207,25 @@ class StepTable:
             column.values[where] = 0
             column.dirty[address] = False
 
+    def _clear_unused(self) -> None:
+        """Clear all addresses without a step, where the index has forgotten which steps were evicted."""
+        is_unused = np.ones(self.size, bool)
+        is_unused[self.all_steps()] = False
+        self._set_zero(np.flatnonzero(is_unused))
+        self._record_new_layout()
+
     def _record(self, change: AddressChange) -> None:
-        self._log.append(change)
-        if len(self._log) > _MAX_LOG:
-            self._n_forgotten += len(self._log) // 2
-            self._log = self._log[len(self._log) // 2 :]
+        self.version += 1
+        self._changes.add(self.version, change, len(change.old))
 
-    def changes_since(self, n: int) -> list[AddressChange] | None:
-        """The changes of addresses after the first ``n``; None if some of them are forgotten."""
-        return self._log[n - self._n_forgotten :] if n >= self._n_forgotten else None
+    def _record_new_layout(self) -> None:
+        """Let everything that is derived from addresses start over."""
+        self.version += 1
+        self._changes.forget(self.version)
 
-    @property
-    def n_changes(self) -> int:
-        """Number of changes of addresses so far."""
-        return self._n_forgotten + len(self._log)
+    def changes_since(self, version: int) -> list[AddressChange] | None:
+        """The changes of addresses after a version; None if some are forgotten or all addresses changed."""
+        return self._changes.since(version)
 
     def forget_episode(self, stream: int, episode: int, start: int, stop: int) -> Array:
         """Clear the steps from ``start`` to ``stop`` of an episode that is no longer in the index.
@@ -257,7 +267,7 @@ class StepTable:
             column.dirty[new] = dirty
         self._ranges.keep_places(stream, episode)
         self._ranges.put(stream, episode, Places(start - base, base + room, base + n))
-        self.layout += 1
+        self._record_new_layout()
 
     def _empty_columns(self) -> None:
         self._capacity = 0
@@ -436,6 +446,6 @@ class StepTable:
                 column.values[: self.size] = values.to(self._device)
                 column.dirty[: self.size] = True
         self._typical_length = float(state["typical"])
-        self._seen = (-1, 0)
-        self.layout += 1
+        self._n_closed = 0
+        self._record_new_layout()
         self.follow()  # gives addresses to episodes that the state does not have

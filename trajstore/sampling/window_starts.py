@@ -62,8 +62,8 @@ class WindowStarts:
         self._kernels = kernels
         self._sums = GrowableArray(np.int64, index.device)
         self.base = 0  # what the sums begin with: evictions take away from the front
-        self._n_closed = self._n_heads = 0
-        self._seen = (-1, -1)
+        self._n_closed = 0
+        self._version = -1  # of the index, that the sums are up to date with
         self.chains: EnvironmentChains | None = None
 
     def _usable(self, start: int, stop: int | None = None) -> Array:
@@ -76,19 +76,19 @@ class WindowStarts:
     def update(self) -> None:
         """Catch up with the index; costs what is new and what is open."""
         index = self._index
-        if self._seen == (index.generation, index.version):
+        if self._version == index.version:
             return
         if self._spec.boundary == "cross":
             self.chains = EnvironmentChains(index)
-        is_same = self._seen[0] == index.generation and self._mask is None and self.chains is None
-        start = self._n_closed if is_same else 0
-        self._update_head(min(start, max(index.heads[self._n_heads :], default=0)))
+        removals = index.changes.removals_since(self._version)
+        is_same = removals is not None and not any(removal.is_renumbered for removal in removals)
+        start = self._n_closed if is_same and self._mask is None and self.chains is None else 0
+        self._update_head(min(start, max((removal.n_rewritten for removal in removals or ()), default=0)))
         if not start:
             self.base = 0
         before = int(self._sums.host[start - 1]) if start else 0
         self._sums.rewrite(start, before + np.cumsum(self._mass(start, index.n)))
-        self._n_closed, self._n_heads = index.n_closed, len(index.heads)
-        self._seen = (index.generation, index.version)
+        self._n_closed, self._version = index.n_closed, index.version
 
     def _update_head(self, stop: int) -> None:
         """Sum again what lies before an eviction's last entry, backwards: later sums stay as they are."""

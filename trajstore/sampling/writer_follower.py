@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 from trajstore.errors import DataError
@@ -16,7 +15,6 @@ from trajstore.writing.writer import Writer
 
 _SPARE_ROWS = 1 << 14  # live rows beyond what a writer buffers, because pages of environments are not always full
 _MIN_LIVE_ROWS = 128
-_MAX_MOVED = 1 << 18  # moved rows that are remembered for plans made before
 
 
 class WriterFollower:
@@ -34,18 +32,15 @@ class WriterFollower:
     Attributes:
         episodes: Episodes that are not committed whole.
         n_placed: Rows of the writer's stream that the index knows as committed; a few more may be durable.
-        n_moves: How often live rows became rows of the stream.
     """
 
     def __init__(
         self, writer: Writer, index: EpisodeIndex, rows: CachedRows, marks: Callable[[], list[int]]
     ) -> None:
-        self.episodes = LiveEpisodes(index.number_of(writer.stream))
-        self.n_placed = self.n_moves = 0
+        self.episodes = LiveEpisodes(index.number_of(writer.stream), index.changes)
+        self.n_placed = 0
         self._writer, self._index, self._rows, self._marks = writer, index, rows, marks
         self._record: CommitRecord | None = None  # the newest commit that the cache knows
-        self._moves: deque[tuple[Array, Array]] = deque()  # live rows, and the rows of the stream they became
-        self._n_moved = 0  # rows in `_moves`
         self._is_torn = False
         index.followed_stream = writer.stream
         index.rank = writer.rank or 0
@@ -110,13 +105,6 @@ class WriterFollower:
         assert entries is not None
         self._index.set_live(*entries)
 
-    def moves_since(self, n_moves: int) -> list[tuple[Array, Array]] | None:
-        """The moves after the first ``n_moves``: live rows and their rows in the stream; None if forgotten."""
-        n_since = self.n_moves - n_moves
-        if n_since > len(self._moves):
-            return None
-        return list(self._moves)[len(self._moves) - n_since :]
-
     def _advance(self, record: CommitRecord | None) -> None:
         """Let the cache know the rows that the writer has committed."""
         known = self._record
@@ -133,11 +121,7 @@ class WriterFollower:
         source = self._index.numbers[self._writer.stream] + 1
         self._rows.cache.move_live(source, change.live, change.rows, change.start, change.stop)
         self.n_placed = max(self.n_placed, change.stop)
-        self.n_moves += 1
-        self._moves.append((change.live, change.rows))
-        self._n_moved += len(change.live)
-        while len(self._moves) > 1 and self._n_moved > _MAX_MOVED:
-            self._n_moved -= len(self._moves.popleft()[0])
+        self._index.changes.rows_moved(change.live, change.rows)
 
     def _make_cache(self, staging: Staging | None) -> bool:
         """Make the cache once the staging says how many rows may be uncommitted; returns whether it was made."""
