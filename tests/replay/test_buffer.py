@@ -1079,6 +1079,7 @@ def test_a_store_that_is_deleted_under_a_buffer_is_missed(url: str) -> None:
 # ---- threads --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("lock_order")
 @pytest.mark.slow
 @pytest.mark.parametrize("priorities", [None, Priorities(normalize="buffer")], ids=["uniform", "prioritised"])
 def test_threads_append_sample_iterate_and_checkpoint_without_torn_rows(url: str, priorities: Any) -> None:

@@ -794,6 +794,7 @@ def test_prefetched_batches_beside_a_writer_are_whole() -> None:
         appender.stop()
 
 
+@pytest.mark.usefixtures("lock_order")
 def test_several_threads_may_sample_from_one_reader() -> None:
     store, errors = new_store([20] * 30), []
     reader = Reader(store, cache_bytes=2000)

@@ -347,6 +347,7 @@ def test_a_live_cache_that_does_not_fit_is_refused() -> None:
     began.close()
 
 
+@pytest.mark.usefixtures("lock_order")
 @pytest.mark.slow
 def test_a_thread_samples_a_million_windows_while_another_appends() -> None:
     store = new_store(chunk_rows=256)

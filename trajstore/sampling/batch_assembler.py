@@ -1,4 +1,24 @@
-"""From windows to batches: one episode index, one chunk cache, and the kinds of windows that were asked for."""
+"""From windows to batches: one episode index, one chunk cache, and the kinds of windows that were asked for.
+
+Locks of `sampling`, `writing` and `replay`, outermost first. A thread that holds a lock waits only for later ones:
+
+1. ``ReplayBuffer._ending`` (one thread closes), ``CheckpointSchedule._lock`` (one capture at a time),
+   ``Mixture._lock``, ``ReplayBuffer._changed`` (threads that wait until enough steps are there).
+2. ``BatchIterator._turn``: one thread at a time takes a batch. It is held while ``admit`` waits.
+3. ``BatchAssembler.lock``: the index, the cache, and everything derived from them; held while a batch is read.
+4. ``GarbageCollector._sweeping``, then ``_publishing``: one sweep, one publication of marks at a time.
+5. ``Writer._lock``: the staged steps. `Writer.staged` does not wait for it while another thread appends, unless its
+   caller asks for that.
+6. Held for a moment: ``WriterInbox.lock``, ``CommitThread._condition``, ``SamplesPerInsert._changed``,
+   ``RunningStatistics._lock``, ``GarbageCollector._condition``, ``CompressedTier._lock``,
+   ``CheckpointWriter._lock``, ``CheckpointRequests._condition``. ``StoreNotes._lock`` and
+   ``CheckpointLineage.lock`` are held while storage is written.
+7. ``Storage._lock``.
+
+The commit thread waits for no lock before 6, because threads wait for it while they hold such locks: a commit in
+`BatchAssembler.publish` holds the assembler's lock, and an append that finds both stagings full holds the writer's.
+It takes the writer's lock only if that is free. Appends never wait for the assembler's lock.
+"""
 
 from __future__ import annotations
 
