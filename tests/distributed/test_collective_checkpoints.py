@@ -146,7 +146,7 @@ def test_a_requested_checkpoint_is_the_same_one_on_all_ranks(
     one.fill()
     ask(one)
     found = eventually(lambda: published(one.url))
-    eventually(lambda: {buffer._saver.newest for buffer in one.buffers} == {found[0].id})
+    eventually(lambda: {buffer.session.schedule.newest for buffer in one.buffers} == {found[0].id})
     assert [(c.name, c.n_ranks, c.parent) for c in found] == [("asked", N, None)]
     assert contents(one.url, "asked") == expected(one)
     assert set(found[0].streams) == {buffer.stream for buffer in one.buffers}
@@ -193,11 +193,11 @@ def test_a_rank_that_starts_late_takes_part_in_what_was_announced_meanwhile(
     start, is_announced = CheckpointSchedule.start, threading.Event()
 
     def late(saver: CheckpointSchedule, **options: Any) -> None:
-        assert saver._world.is_leader or is_announced.wait(HANG_S)
+        assert saver._group.is_leader or is_announced.wait(HANG_S)
         start(saver, **options)
-        if saver._world.is_leader:
+        if saver._group.is_leader:
             saver.ask("early", wait=False, timeout_s=None)
-            eventually(lambda: saver._world.read("announce"))
+            eventually(lambda: saver._group.read("announce"))
             is_announced.set()
 
     monkeypatch.setattr(CheckpointSchedule, "start", late)
@@ -242,9 +242,9 @@ def test_a_request_with_a_dead_rank_publishes_nothing_and_names_it(team: Open, k
 
 def _is_dead(buffer: ReplayBuffer) -> bool:
     """Its attendant has met the death, or hears of nothing in the store that could kill it."""
-    attendant = buffer._saver._attendant
+    attendant = buffer.session.schedule._requests
     assert attendant is not None
-    return attendant._is_over or attendant._world.board.__class__.__name__ == "TorchBoard"
+    return attendant._is_over or attendant._world.board.__class__.__name__ == "TorchNotes"
 
 
 @RANKS
@@ -255,12 +255,12 @@ def test_a_request_with_a_rank_that_is_stuck_publishes_nothing_and_the_next_one_
     one.fill()
     base = one.saved("base")
     one.set_timeout(0.4)
-    with one.buffers[k]._source.lock:  # in the middle of a batch, say
+    with one.buffers[k].reader.assembler.lock:  # in the middle of a batch, say
         with pytest.raises(RankError, match=rf"\brank {k}\b"):
             one.buffers[(k + 1) % N].request_checkpoint("asked", wait=True, timeout_s=HANG_S if k else 1.5)
         assert [c.id for c in published(one.url)] == [base]
     for buffer in one.buffers:
-        attendant = buffer._saver._attendant
+        attendant = buffer.session.schedule._requests
         assert attendant is not None
         eventually(lambda attendant=attendant: attendant._done)  # the failed one has come to its end everywhere
         _forget(buffer)
@@ -433,13 +433,13 @@ def test_rows_that_a_part_on_its_way_wants_are_not_deleted_by_sweeps_of_other_ra
     checkpoints.remove(real_storage(one.url), base)
     for buffer in again.buffers:
         buffer.clear()
-        buffer._sweeper.flush()
+        buffer.session.collector.flush()
     gate.gate.set()
     found = ended(begun)
     assert [c.id for c in published(one.url)] == [found[0]]
     assert contents(one.url, "latest") == wanted
     for buffer in again.buffers:
-        buffer._sweeper.flush()
+        buffer.session.collector.flush()
     assert contents(one.url, "latest") == wanted
     verified(one.url)
 
@@ -460,7 +460,7 @@ def test_rows_that_a_part_of_a_world_before_wants_are_kept_while_it_may_still_be
     for buffer in newer.buffers:
         buffer.clear()
     for buffer in newer.buffers:
-        buffer._sweeper.flush()
+        buffer.session.collector.flush()
     gate.gate.set()
     found = ended(begun)
     assert len(set(found.values())) == 1, found
@@ -481,7 +481,7 @@ def test_what_a_leader_published_before_it_died_counts_as_saved_for_all_others(t
     assert isinstance(found[0], Died)
     assert found[1] == found[2]
     assert [c.id for c in published(one.url)] == [base, found[1]]
-    assert {buffer._saver.newest for buffer in one.buffers[1:]} == {found[1]}
+    assert {buffer.session.schedule.newest for buffer in one.buffers[1:]} == {found[1]}
     assert contents(one.url, "latest") == expected(one)
 
 
@@ -492,7 +492,7 @@ def test_a_requested_one_that_a_leader_published_before_it_died_counts_as_saved(
     one.plan(0, AtSite(Site("put", "checkpoints/asked/zarr.json", 1), True, Died, is_death=True))
     id_ = one.buffers[2].request_checkpoint("asked", wait=True, timeout_s=HANG_S)
     assert [c.id for c in published(one.url)] == [id_]
-    eventually(lambda: one.buffers[1]._saver.newest == id_)
+    eventually(lambda: one.buffers[1].session.schedule.newest == id_)
 
 
 def test_ranks_that_hear_late_of_an_outcome_hear_of_it_all_the_same(team: Open) -> None:
@@ -795,7 +795,7 @@ def _check_reopened(url: str, latest: str, wanted: dict[int, list[int]], what: A
     again = open_team(2, url, resume="latest")
     try:
         assert {r: shown(buffer) for r, buffer in enumerate(again.buffers)} == wanted, what
-        assert {buffer._saver.newest for buffer in again.buffers} == {latest}
+        assert {buffer.session.schedule.newest for buffer in again.buffers} == {latest}
         id_ = again.saved("next")
         checkpoints.remove_incomplete(real_storage(url))  # too young
         assert set(_incomplete(url)) == set(left), what
@@ -924,7 +924,7 @@ def test_closing_with_a_failure_that_nobody_has_seen_ends_all_threads(team: Open
     one.fill()
     one.plan(k, Broken("checkpoints/"))
     all_well(2, lambda rank: one.buffers[rank].save_checkpoint("a"))
-    eventually(lambda: not any(buffer._saver._called.held for buffer in one.buffers))
+    eventually(lambda: not any(buffer.session.schedule._called.held for buffer in one.buffers))
     one.plan(k, None)
     found = outcomes(2, lambda rank: one.buffers[rank].close())
     assert all(isinstance(failure, (RankError, StorageError)) for failure in found.values()), found
@@ -934,7 +934,7 @@ def test_closing_with_a_failure_that_nobody_has_seen_ends_all_threads(team: Open
 
 def _threads_of(team: Team) -> list[str]:
     """Threads that buffers have not ended."""
-    attendants = [buffer._saver._attendant for buffer in team.buffers]
+    attendants = [buffer.session.schedule._requests for buffer in team.buffers]
     return [a._thread.name for a in attendants if a is not None and a._thread.is_alive()]
 
 

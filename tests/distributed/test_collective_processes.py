@@ -79,9 +79,9 @@ def test_rank_and_size_are_those_of_torch_distributed_unless_told_otherwise(star
     for number, rank in enumerate(ranks):
         rank.await_word("over")
         assert rank.await_end() == 0
-        assert rank.words("default") == [[number, 2, "TorchBoard"]]
-        assert rank.words("beside") == [[number, 2, "StorageBoard"]]
-        assert rank.words("torch") == [[number, 2, "TorchBoard"]]
+        assert rank.words("default") == [[number, 2, "TorchNotes"]]
+        assert rank.words("beside") == [[number, 2, "StoreNotes"]]
+        assert rank.words("torch") == [[number, 2, "TorchNotes"]]
         assert rank.words("alone") == [[0, 1]]
         assert "through='torch'" in rank.words("refused")[0][0]
     for word, place in (("saved", url), ("saved beside", f"{url}-beside")):

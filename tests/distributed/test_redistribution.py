@@ -337,7 +337,7 @@ def test_a_world_that_still_runs_does_not_disturb_the_one_that_went_on_without_i
         recorder.some(old, [20] * 9)  # evicts all that the checkpoint holds
         for zombie in old:
             zombie.flush()
-            zombie._sweeper.flush()
+            zombie.session.collector.flush()
     for buffer in buffers:
         buffer.refresh()
     check_same(before, held_by_all(buffers))  # read for the first time, from what is stored
@@ -1458,7 +1458,7 @@ def test_rows_go_when_every_rank_has_given_them_up_and_not_before(where: str, m:
 
     def sweep() -> None:
         for buffer in buffers:
-            buffer._sweeper.flush()
+            buffer.session.collector.flush()
 
     sweep()
     assert {stream: chunk_objects(where, stream) for stream in sources} == before, "all is wanted by somebody"
@@ -1495,7 +1495,7 @@ def test_what_one_rank_evicts_by_its_limit_stays_for_another(where: str) -> None
             recorder.episode(buffers[0], 8)
         buffers[0].flush()
         in_ranks(2, lambda rank, i=i: buffers[rank].save_checkpoint(f"c{i}", wait=True, keep_last=1))  # type: ignore[misc]
-        buffers[0]._sweeper.flush()
+        buffers[0].session.collector.flush()
     assert not held(buffers[0]).keys() & set(list(recorder.episodes)[:16]), "those from before are gone there"
     buffers[1].reader.invalidate()
     check_same(kept, held(buffers[1]))

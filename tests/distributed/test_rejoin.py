@@ -133,8 +133,8 @@ def test_storage_is_freed_behind_a_rank_that_came_back(url: str, ranks: list[Rep
     crash(ranks[1])
     ranks[1] = rejoin(url, 1, **OPTIONS)
     ranks[1].clear()
-    ranks[1]._sweeper.flush()
-    ranks[1]._sweeper.flush()
+    ranks[1].session.collector.flush()
+    ranks[1].session.collector.flush()
     store = trajstore.open(url)
     assert old not in {record.id for record in store.streams} or not store.snapshot.storage.list_names(
         f"streams/{old}/steps/obs/c.0.0"

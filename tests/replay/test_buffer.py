@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
+import inspect
 import os
 import shutil
 import signal
@@ -42,6 +44,7 @@ from trajstore import (
     StoreNotFoundError,
     Windows,
 )
+from trajstore.replay.options import OptionChanges, RejoinChanges, ReplayOptions
 from trajstore.sampling.priority_options import Linear
 
 SCHEMA = Schema(
@@ -76,11 +79,11 @@ def episode(env: int, n: int, n_final: int = 0) -> dict[str, Any]:
 def crash(buffer: ReplayBuffer) -> None:
     """End the threads of a buffer; nothing that is staged is written, nobody seals the stream."""
     with contextlib.suppress(Exception):
-        buffer._sweeper.close()
-    buffer._writer._release()
-    buffer._saver.cancel()
+        buffer.session.collector.close()
+    buffer.session.writer._release()
+    buffer.session.schedule.cancel()
     with contextlib.suppress(Exception):
-        buffer._saver.close()
+        buffer.session.schedule.close()
 
 
 def assert_same(a: Any, b: Any) -> None:
@@ -279,8 +282,8 @@ def test_a_run_on_s3_is_resumed(new_place: Callable[[str], Place]) -> None:
         again.save_checkpoint("b", wait=True, keep_last=1)
         assert [c.name for c in again.checkpoints] == ["b"]
         assert again.n_steps == 60
-        again._sweeper.flush()
-        again._source.cache.invalidate()
+        again.session.collector.flush()
+        again.reader.assembler.cache.invalidate()
         assert len(again.sample(100)["index"]) == 100
 
 
@@ -333,14 +336,22 @@ def test_options_of_another_kind_are_refused(memory: str, options: dict[str, Any
 
 
 def test_an_unknown_option_is_refused_with_those_there_are(memory: str) -> None:
-    message = r"unknown options \['capcity'\]; there are .*capacity, .*seed"
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'capcity'"):
         new_buffer(memory, capcity=5)
     with pytest.raises(StoreNotFoundError):
         trajstore.open(memory)  # nothing was made
     new_buffer(memory).close()
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(TypeError, match=r"unknown options \['capcity'\]; the options are .*capacity, .*seed"):
         resumed(memory, capcity=5)
+
+
+def test_the_constructor_and_the_changes_of_a_resume_have_the_options_that_checkpoints_keep() -> None:
+    options = {f.name: f for f in dataclasses.fields(ReplayOptions)}
+    parameters = inspect.signature(ReplayBuffer).parameters
+    given = {name: p for name, p in parameters.items() if name not in ("url", "schema", "storage_options", "fsync")}
+    assert given.keys() == options.keys() == OptionChanges.__annotations__.keys() | RejoinChanges.__annotations__
+    defaults = ReplayOptions()
+    assert {name: p.default for name, p in given.items()} == {name: getattr(defaults, name) for name in options}
 
 
 def test_a_window_that_just_fits_the_capacity_can_be_drawn(memory: str) -> None:
@@ -444,7 +455,7 @@ def test_functions_have_to_be_given_again(memory: str) -> None:
         expected = buffer.sample(4)
     with pytest.raises(
         DataError,
-        match=r"option 'priorities.beta' was the function '.*lambda>', which no checkpoint can hold: give it",
+        match=r"option 'priorities.beta' was the function '.*lambda>', which a checkpoint cannot hold; pass it",
     ):
         resumed(memory)
     with resumed(memory, priorities=Priorities(beta=0.5)) as again:
@@ -507,7 +518,7 @@ def test_a_forked_child_is_told_to_open_a_buffer_of_its_own(memory: str) -> None
     locked, done = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with buffer._source.lock:
+        with buffer.reader.assembler.lock:
             locked.set()
             done.wait(30)
 
@@ -640,9 +651,9 @@ def test_names_of_checkpoints(memory: str) -> None:
         assert len(set(ids)) == 2
         assert [c.id for c in buffer.checkpoints] == ids
     with resumed(memory, "same") as again:  # the newest of that name
-        assert again._saver.newest == ids[1]
+        assert again.session.schedule.newest == ids[1]
     with resumed(memory, ids[0]) as again:
-        assert again._saver.newest == ids[0]
+        assert again.session.schedule.newest == ids[0]
 
 
 def test_two_sessions_that_go_on_from_one_checkpoint_make_the_latest_ambiguous(memory: str) -> None:
@@ -875,7 +886,7 @@ def test_a_failure_in_the_background_is_raised_once_by_the_next_call(
         plan.error, plan.n_failed = no_space, 0
         buffer.append(step(0, 1))
         buffer.append(step(0, 2))
-        wait_for(lambda buffer=buffer: buffer._writer._pipeline._committer._unseen is not None)  # type: ignore[misc]
+        wait_for(lambda buffer=buffer: buffer.session.writer._pipeline._commit_thread._unraised is not None)  # type: ignore[misc]
         call = calls_of(buffer)[name]
         with pytest.raises(StorageError, match="No space left"):
             call()
@@ -974,14 +985,14 @@ def test_a_closed_buffer_gives_its_memory_back_at_once(memory: str, is_released:
     fill(buffer, 0, 8)
     reader = buffer.reader
     buffer.sample(4)
-    cache = weakref.ref(buffer._source.cache)
+    cache = weakref.ref(buffer.reader.assembler.cache)
     gc.disable()
     try:
         buffer._release() if is_released else buffer.close()
         assert cache() is None
     finally:
         gc.enable()
-    assert buffer._writer._pipeline.staging is None
+    assert buffer.session.writer._pipeline.staging is None
     for use in (reader.sample, lambda n, windows: next(reader.batches(n, windows))):
         with pytest.raises(ClosedError, match="closed"):
             use(2, Windows())
@@ -1183,8 +1194,10 @@ def test_a_checkpoint_is_one_moment_while_others_append(url: str) -> None:
     crash(buffer)
     for number in range(5):
         with resumed(url, f"c{number}", capacity=None) as again:
-            lengths = again._source.index.lengths(again._source.index.first)
-            bases = again._source.index.t_base.host[again._source.index.first : again._source.index.n]
+            lengths = again.reader.assembler.index.lengths(again.reader.assembler.index.first)
+            bases = again.reader.assembler.index.t_base.host[
+                again.reader.assembler.index.first : again.reader.assembler.index.n
+            ]
             assert (lengths > 0).all()
             assert len(lengths) == len(bases)
             check(again.sample(64, Windows(length=3, boundary="strict")))
@@ -1195,18 +1208,18 @@ def test_a_look_at_the_store_that_others_overtook_takes_nothing_back(url: str, m
     buffer = new_buffer(url)
     fill(buffer, 0, 8)
     check(buffer.sample(8, Windows(length=3)))
-    refresh = buffer._store.refresh
+    refresh = buffer.session.store.refresh
 
     def overtaken() -> None:
         refresh()
         fill(buffer, 8, 200)
         check(buffer.sample(8, Windows(length=3)))
 
-    monkeypatch.setattr(buffer._store, "refresh", overtaken)
+    monkeypatch.setattr(buffer.session.store, "refresh", overtaken)
     buffer.refresh()
     for n in (1, 200):
         check(buffer.sample(n, Windows(length=3)))
-    assert buffer._source.snapshot.n_rows == buffer.n_steps == 200
+    assert buffer.reader.assembler.snapshot.n_rows == buffer.n_steps == 200
 
 
 def fill(buffer: ReplayBuffer, first: int, stop: int) -> None:
@@ -1226,12 +1239,12 @@ def test_rows_that_nobody_looked_at_before_they_were_stored_are_not_taken_for_li
     assert buffer.n_steps == 6  # looked at
     for t in range(3, 6):
         buffer.append(step(0, t), env=0)
-    buffer._writer.commit()
+    buffer.session.writer.commit()
     for t in range(6, 9):
         buffer.append(step(0, t), env=0)
     plan.gate.clear()
-    with buffer._writer._lock:
-        buffer._writer._pipeline.hand_off()  # on their way, and stuck there
+    with buffer.session.writer._lock:
+        buffer.session.writer._pipeline.hand_off()  # on their way, and stuck there
     batch = buffer.sample(400)
     assert torch.equal(batch["obs"][:, 0, :2], batch["index"][:, 1:].float())
     assert torch.equal(batch["action"][:, 0], batch["index"][:, 2])

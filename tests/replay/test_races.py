@@ -66,15 +66,15 @@ def beside_a_slow_disk(url: str) -> Iterator[ReplayBuffer]:
         add(buffer, 0, 0, 4, every=4)
         assert buffer.n_steps == 4
         add(buffer, 0, 4, 12, every=4)
-        hand_off = buffer._writer._pipeline.hand_off
+        hand_off = buffer.session.writer._pipeline.hand_off
 
         def slow(*args: Any, **options: Any) -> int:
             inside.set()
             go.wait(60)
             return hand_off(*args, **options)
 
-        buffer._writer._pipeline.hand_off = slow  # type: ignore[method-assign]
-        thread, later = threading.Thread(target=buffer._writer.commit), threading.Timer(0.3, go.set)
+        buffer.session.writer._pipeline.hand_off = slow  # type: ignore[method-assign]
+        thread, later = threading.Thread(target=buffer.session.writer.commit), threading.Timer(0.3, go.set)
         thread.start()
         inside.wait(60)
         later.start()
@@ -93,7 +93,7 @@ def test_an_epoch_leaves_out_what_went_after_it_was_planned(url: str, how: str, 
         add(buffer, 5, 0, 6, every=6)
         add(buffer, 7, 0, 20)
         with buffer.epoch(4, ONE, shuffle=False, prefetch=prefetch) as epoch:
-            with buffer._source.lock:  # the thread behind comes late
+            with buffer.reader.assembler.lock:  # the thread behind comes late
                 epoch._fill()
                 if how == "abort":
                     buffer.abort_episode(7)
@@ -115,9 +115,9 @@ def test_batches_at_random_are_drawn_anew_when_a_stream_is_removed(url: str) -> 
     with new_buffer(url) as buffer:
         add(buffer, 7, 0, 40)
         with buffer.batches(8, ONE, prefetch=3) as batches:
-            with buffer._source.lock:
+            with buffer.reader.assembler.lock:
                 batches._fill()
-                remove_stream(buffer._storage, writer.stream)
+                remove_stream(buffer.session.storage, writer.stream)
                 buffer.flush()
                 buffer.refresh()
                 assert buffer.n_steps == 40
@@ -171,7 +171,7 @@ def test_one_iterator_serves_several_threads(url: str, prefetch: int) -> None:
         add(buffer, 0, 0, 400)
         with buffer.batches(4, ONE, prefetch=prefetch) as alone:
             expected = sorted(str(next(alone)["index"].tolist()) for _ in range(60))
-        buffer._reader._rng.counter -= 1  # the next one is the same again
+        buffer.session.reader._rng.counter -= 1  # the next one is the same again
         with buffer.batches(4, ONE, prefetch=prefetch) as batches, ThreadPoolExecutor(3) as threads:
             found = threads.map(lambda _: str(next(batches)["index"].tolist()), range(60))
             assert sorted(found) == expected
@@ -183,7 +183,7 @@ def test_what_a_window_crosses_into_may_go_before_it_is_read(url: str) -> None:
         add(buffer, 1, 0, 8, every=8)
         add(buffer, 1, 8, 16)
         with buffer.batches(2, Windows(length=4, boundary="cross"), prefetch=10) as batches:
-            with buffer._source.lock:
+            with buffer.reader.assembler.lock:
                 batches._fill()
                 buffer.abort_episode(1)
                 assert buffer.n_steps == 8
@@ -203,7 +203,7 @@ def test_a_goal_may_go_before_it_is_read(url: str) -> None:
                 buffer.append({"goal": value, "obs": value}, env=env)
         relabel = Hindsight(goal="goal", achieved="obs", strategy="random", fraction=1.0)
         with buffer.batches(1, ONE, prefetch=20, relabel=relabel) as batches:
-            with buffer._source.lock:
+            with buffer.reader.assembler.lock:
                 batches._fill()
                 buffer.abort_episode(1)
                 assert buffer.n_steps == 20
@@ -225,9 +225,9 @@ def test_iterators_of_several_threads_are_all_known(url: str) -> None:
         with ThreadPoolExecutor(8) as threads:
             made = list(threads.map(lambda _: buffer.batches(2, ONE), range(40)))
         assert len({batches._draws._rng.seed for batches in made}) == 40  # type: ignore[union-attr]
-        assert len(buffer._iterators) == 40
+        assert len(buffer.session.drawing._iterators) == 40
         made[0].close()
-        assert len(buffer._state()["iterators"]) == 39
+        assert len(buffer.session.state()["iterators"]) == 39
         for batches in made:
             batches.close()
 
@@ -326,7 +326,7 @@ def test_arrivals_that_went_otherwise_are_forgotten(url: str, act: str) -> None:
             assert buffer.n_steps
             if act == "clear":
                 buffer.clear()
-            sizes.append(sum(map(len, buffer._retainer._queues.values())))
+            sizes.append(sum(map(len, buffer.session.evictor._queues.values())))
         assert max(sizes) < 12_000
 
 
@@ -362,21 +362,21 @@ def test_rows_are_held_from_the_cut_on(url: str) -> None:
     with new_buffer(url, capacity=200) as buffer:
         add(buffer, 0, 0, 400, every=50)
         buffer.sample(4)
-        take = buffer._saver._take
+        take = buffer.session.schedule._capture
 
         def overtaken(*args: Any) -> Any:
             taken = take(*args)
 
             def evict() -> None:
                 add(buffer, 0, 400, 1000, every=50)
-                buffer._writer.commit()
+                buffer.session.writer.commit()
                 buffer.sample(4)
-                buffer._sweeper.publish()
+                buffer.session.collector.publish()
 
             aside(evict)
             return taken
 
-        buffer._saver._take = overtaken
+        buffer.session.schedule._capture = overtaken
         buffer.save_checkpoint("a", wait=True)
         assert [c.name for c in buffer.checkpoints] == ["a"]
 
@@ -384,7 +384,7 @@ def test_rows_are_held_from_the_cut_on(url: str) -> None:
 def test_two_threads_save_one_after_the_other(url: str) -> None:
     with new_buffer(url, capacity=200) as buffer:
         add(buffer, 0, 0, 400, every=50)
-        both, before = threading.Barrier(2), buffer._saver._before
+        both, before = threading.Barrier(2), buffer.session.schedule._failure_of_previous
         waited: list[int] = []
 
         def at_once() -> Any:
@@ -394,18 +394,18 @@ def test_two_threads_save_one_after_the_other(url: str) -> None:
                 both.wait(30)
             return found
 
-        buffer._saver._before = at_once  # type: ignore[method-assign]
+        buffer.session.schedule._failure_of_previous = at_once  # type: ignore[method-assign]
         on_the_way: list[int] = []
-        run = buffer._saver._called._save
+        run = buffer.session.schedule._called._save
 
         def alone(id_: str, taken: Any) -> None:
-            on_the_way.append(buffer._saver._called._taken is taken)
+            on_the_way.append(buffer.session.schedule._called._current is taken)
             run(id_, taken)
 
-        buffer._saver._called._save = alone  # type: ignore[method-assign]
+        buffer.session.schedule._called._save = alone  # type: ignore[method-assign]
         with ThreadPoolExecutor(2) as threads:
             list(threads.map(buffer.save_checkpoint, ["a", "b"]))
-        buffer._saver.wait()
+        buffer.session.schedule.wait()
         assert on_the_way == [True, True]
         assert sorted(c.name for c in buffer.checkpoints) == ["a", "b"]
 
@@ -422,14 +422,14 @@ def test_a_buffer_may_be_closed_by_several_threads(url: str) -> None:
 def test_a_checkpoint_that_comes_after_closing_began_says_so(url: str) -> None:
     buffer = new_buffer(url)
     add(buffer, 0, 0, 10)
-    take = buffer._saver._take
+    take = buffer.session.schedule._capture
 
     def closed_meanwhile(*args: Any) -> Any:
         taken = take(*args)
-        aside(buffer._saver._called.close)
+        aside(buffer.session.schedule._called.close)
         return taken
 
-    buffer._saver._take = closed_meanwhile
+    buffer.session.schedule._capture = closed_meanwhile
     with pytest.raises(ClosedError, match="closed before its checkpoint was begun"):
         buffer.save_checkpoint("a")
     buffer.close()
@@ -439,7 +439,7 @@ def test_a_checkpoint_that_comes_after_closing_began_says_so(url: str) -> None:
 
 
 def test_a_lock_that_is_taken_against_the_order_is_noticed() -> None:
-    for names in (("Writer._lock", "BatchAssembler.lock"), ("Storage._lock", "Storage._lock")):
+    for names in (("WriterLifecycle.lock", "BatchAssembler.lock"), ("Storage._lock", "Storage._lock")):
         order = LockOrder()
         outer, inner = (TracedLock(threading.Lock(), name, order) for name in names)
         with inner:
@@ -464,7 +464,7 @@ def test_a_lock_without_a_place_in_the_order_is_noticed() -> None:
 
 def test_a_commit_that_is_waited_for_with_a_lock_that_it_needs_is_noticed() -> None:
     order = LockOrder()
-    lock = TracedLock(threading.Lock(), "Writer._lock", order)
+    lock = TracedLock(threading.Lock(), "WriterLifecycle.lock", order)
     condition = threading.Condition(TracedLock(threading.RLock(), "CommitThread._condition", order))  # type: ignore[arg-type]
     with lock, condition:
         condition.wait(0.001)
@@ -477,7 +477,7 @@ def test_a_commit_that_is_waited_for_with_a_lock_that_it_needs_is_noticed() -> N
     thread = threading.Thread(target=take, name="trajstore-commit")
     thread.start()
     thread.join()
-    with pytest.raises(AssertionError, match=r"wanted by the one that commits: \['Writer._lock'\]"):
+    with pytest.raises(AssertionError, match=r"wanted by the one that commits: \['WriterLifecycle.lock'\]"):
         order.check()
 
 
@@ -486,5 +486,8 @@ def test_locks_of_a_buffer_are_traced(url: str, lock_order: LockOrder) -> None:
         add(buffer, 0, 0, 100, every=10)
         buffer.sample(4, ONE)
         buffer.save_checkpoint("a", wait=True)
-    expected = [("CheckpointSchedule._lock", "BatchAssembler.lock"), ("BatchAssembler.lock", "Writer._lock")]
-    assert lock_order.nested >= {*expected, ("Writer._lock", "WriterInbox.lock")}
+    expected = [
+        ("CheckpointSchedule._lock", "BatchAssembler.lock"),
+        ("BatchAssembler.lock", "WriterLifecycle.lock"),
+    ]
+    assert lock_order.nested >= {*expected, ("WriterLifecycle.lock", "WriterInbox.lock")}

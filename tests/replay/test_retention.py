@@ -86,7 +86,7 @@ def test_a_capacity_is_kept_also_while_nobody_samples() -> None:
     with new_buffer(fresh(), capacity=1000, buffer_bytes="1MB", cache_bytes="64MB") as buffer:
         for first in range(0, 40_000, 500):
             buffer.add_episode(episode(0, 500), terminated=True)
-            assert first < 20_000 or buffer._source.index.n_steps < 20_000
+            assert first < 20_000 or buffer.reader.assembler.index.n_steps < 20_000
         assert buffer.n_steps <= 1000
 
 
@@ -209,7 +209,7 @@ def test_the_oldest_episodes_can_be_evicted_on_demand() -> None:
         assert buffer.n_steps == n_steps - sum(lengths[:5])
         with pytest.raises(ValueError, match="n_episodes: expected a positive integer, got 0"):
             buffer.evict(0)
-        with pytest.raises(ValueError, match="evict: say one of n_episodes, where and keys"):
+        with pytest.raises(ValueError, match="evict: give exactly one of n_episodes, where and keys"):
             buffer.evict()
 
 
@@ -263,7 +263,7 @@ def test_what_was_evicted_before_its_commit_is_not_shown_once_that_is_durable(ho
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The time that the buffer goes by."""
     fake = SimpleNamespace(now=1000.0, time=lambda: fake.now, monotonic=time.monotonic)
-    monkeypatch.setattr("trajstore.replay.buffer.time", fake)
+    monkeypatch.setattr("trajstore.replay.eviction.time", fake)
     return fake
 
 
@@ -325,7 +325,7 @@ def test_a_limit_on_bytes_is_one_of_what_lies_on_storage(url: str) -> None:
             n = buffer.n_steps
         assert 150 <= n <= 200  # 2 KiB each, and a little
         assert buffer.stats()["evicted"]["bytes"]["steps"] == 600 - n
-        buffer._sweeper.flush()
+        buffer.session.collector.flush()
         assert tree_bytes(url) <= 450_000
         buffer.save_checkpoint("a", wait=True)
     with resumed(url) as buffer:
@@ -424,7 +424,7 @@ def test_every_appended_step_is_here_evicted_or_dropped(script: list[tuple[str, 
             elif action == "flush":
                 buffer.flush()
             elif action == "look":
-                assert buffer.n_steps == buffer._source.index.n_steps
+                assert buffer.n_steps == buffer.reader.assembler.index.n_steps
         stats = buffer.stats()
         evicted = sum(counts["steps"] for counts in stats["evicted"].values())
         assert stats["writer"]["steps"] == stats["n_steps"] + evicted + n_gone
@@ -469,7 +469,7 @@ def test_storage_gets_back_what_nobody_wants(url: str) -> None:
             buffer.add_episode(episode(number, 20), terminated=True)
             buffer.flush()
             assert buffer.n_steps <= 100
-        buffer._sweeper.flush()
+        buffer.session.collector.flush()
         assert chunks(url, buffer.stream) <= 3 * (100 // 16 + 4)
         assert buffer.stats()["storage"]["n_chunks_deleted"] > 100
         assert sorted(t for *_, t in here(buffer))[-5:] == [19] * 5
@@ -487,7 +487,7 @@ def test_a_checkpoint_keeps_what_it_needs_until_it_is_removed(url: str) -> None:
         buffer.add_episode(episode(number, 20), terminated=True)
         buffer.flush()
         assert buffer.n_steps == 60
-    buffer._sweeper.flush()
+    buffer.session.collector.flush()
     crash(buffer)
     chunk = Path(url, "streams", old, "steps", "obs", "c.3.0")  # rows 48 to 63
     assert chunk.exists()
@@ -496,14 +496,14 @@ def test_a_checkpoint_keeps_what_it_needs_until_it_is_removed(url: str) -> None:
         assert here(buffer) == kept
         buffer.add_episode(episode(99, 60), terminated=True)
         assert here(buffer) == [(1, 0, t) for t in range(60)]
-        buffer._sweeper.flush()
+        buffer.session.collector.flush()
         assert chunk.exists()
         buffer.save_checkpoint("next", wait=True, keep_last=1)
         buffer.add_episode(episode(100, 20), terminated=True)
         assert buffer.n_steps == 60
-        buffer._sweeper.flush()
+        buffer.session.collector.flush()
         assert not chunk.exists()
-        buffer._source.cache.invalidate()
+        buffer.reader.assembler.cache.invalidate()
         assert len(here(buffer)) == 60
     with resumed(url, "next") as buffer:
         assert here(buffer) == [(1, 0, t) for t in range(60)]
@@ -516,7 +516,7 @@ def test_streams_of_which_nothing_is_left_are_removed(url: str) -> None:
                 buffer.add_episode(episode(e, 20), terminated=True)
                 buffer.flush()
             assert buffer.n_steps == 40
-            buffer._sweeper.flush()
+            buffer.session.collector.flush()
             assert len(here(buffer)) == 40
     left = [name for name in os.listdir(Path(url, "streams")) if name != "zarr.json"]
     assert [name.split("-")[0] for name in left] == ["w3"]
@@ -543,7 +543,7 @@ def test_a_store_stays_readable_however_many_sessions_evict(url: str) -> None:
             buffer.flush()
             assert read_all(url) >= buffer.n_steps - 20 * (capacity is None)
             assert len(here(buffer)) == buffer.n_steps
-        buffer._sweeper.flush()
+        buffer.session.collector.flush()
         read_all(url)
         buffer.close() if session % 2 else crash(buffer)
         read_all(url)
@@ -557,7 +557,7 @@ def test_a_store_stays_readable_after_a_resume(url: str) -> None:
         assert len(here(buffer)) == min(50, 20 * (number + 1))
         if number == 4:
             buffer.save_checkpoint("a", wait=True)
-    buffer._sweeper.flush()
+    buffer.session.collector.flush()
     buffer.close()
     assert read_all(url) >= 50
     for capacity in (50, 200):
@@ -566,7 +566,7 @@ def test_a_store_stays_readable_after_a_resume(url: str) -> None:
                 again.add_episode(episode(number, 20), terminated=True)
                 again.flush()
                 assert len(here(again)) == again.n_steps
-                again._sweeper.flush()
+                again.session.collector.flush()
                 assert read_all(url) >= 50
         assert read_all(url) >= 50
         assert read_all(url, at="a") >= 50
@@ -577,10 +577,10 @@ def test_a_commit_that_comes_while_steps_are_taken_up_does_not_give_up_live_step
     commit_late(buffer)
     buffer.append(step(0, 44))
     assert buffer.n_steps == 4
-    buffer._sweeper.flush()
-    assert buffer._writer.first_rows[buffer.stream] <= 41
+    buffer.session.collector.flush()
+    assert buffer.session.writer.first_rows[buffer.stream] <= 41
     for _ in range(2):
-        buffer._source.cache.invalidate()
+        buffer.reader.assembler.cache.invalidate()
         assert here(buffer) == [(0, 0, t) for t in range(41, 45)]
     buffer.close()
 
@@ -602,13 +602,13 @@ def commit_late(buffer: ReplayBuffer) -> None:
     assert buffer.n_steps == 4
     fill(buffer, 4, first=40)
     assert buffer.n_steps == 4
-    live: Any = buffer._source.live.episodes
+    live: Any = buffer.reader.assembler.live.episodes
     take = live.take
 
     def late(staging: Any) -> Any:
         found = take(staging)
         live.take = take
-        buffer._writer.commit()
+        buffer.session.writer.commit()
         return found
 
     live.take = late
@@ -636,13 +636,13 @@ def test_a_checkpoint_that_is_being_written_is_not_overtaken_by_evictions(url: s
     assert plan.reached.wait(30)
     for number in range(4, 12):
         buffer.add_episode(episode(number, 20), terminated=True)
-        buffer._writer.commit()
+        buffer.session.writer.commit()
         assert buffer.n_steps == 40
     plan.gate.set()
     buffer.flush()
     buffer.add_episode(episode(20, 20), terminated=True)
     assert buffer.n_steps == 40
-    buffer._sweeper.flush()
+    buffer.session.collector.flush()
     crash(buffer)
     with resumed(url, "a") as again:
         assert here(again) == kept
@@ -658,12 +658,12 @@ def test_a_resumed_session_can_save_although_the_one_before_had_given_up_its_row
         buffer.add_episode(episode(number, 20), terminated=True)
         buffer.flush()
         assert buffer.n_steps == 40
-    buffer._sweeper.flush()
+    buffer.session.collector.flush()
     crash(buffer)
     again = resumed(url, "a", grace_s=0.0)
     again.save_checkpoint("b", wait=True, keep_last=1)  # nothing was appended yet, and the old pins are gone
-    again._sweeper.flush()
-    again._source.cache.invalidate() if again.n_steps else None
+    again.session.collector.flush()
+    again.reader.assembler.cache.invalidate() if again.n_steps else None
     assert here(again) == kept
     crash(again)
     with resumed(url, "b") as last:
@@ -675,14 +675,14 @@ def test_a_session_without_rows_does_not_confuse_the_next(url: str) -> None:
         buffer.add_episode(episode(0, 20), terminated=True)
     with new_buffer(url, capacity=8) as buffer:
         assert buffer.n_steps == 8
-        buffer._sweeper.flush()
+        buffer.session.collector.flush()
     assert [record.rows for record in trajstore.open(url).streams] == [20, 0]
     with new_buffer(url) as buffer:
         for number in range(6):
             buffer.add_episode(episode(number, 20), terminated=True)
             buffer.flush()
             assert buffer.n_steps == 8 + 20 * (number + 1)
-            buffer._source.cache.invalidate()
+            buffer.reader.assembler.cache.invalidate()
             assert len(here(buffer)) == buffer.n_steps
 
 
@@ -697,8 +697,8 @@ def test_a_predecessor_that_was_evicted_whole_is_not_asked_for(url: str, n: int)
             buffer.flush()
             assert buffer.n_steps == 8
             buffer.save_checkpoint("b", wait=True, keep_last=1)
-            buffer._sweeper.flush()
-            buffer._source.cache.invalidate()
+            buffer.session.collector.flush()
+            buffer.reader.assembler.cache.invalidate()
             assert here(buffer) == [(1, number - 1, t) for t in range(22, 30)]
         buffer.refresh()
         assert len(here(buffer)) == 8
@@ -737,11 +737,24 @@ def is_ours(thing: Any) -> bool:
 
 def sizes(buffer: ReplayBuffer) -> dict[str, int]:
     """Bytes of everything that grows with what a buffer holds."""
-    source, sampler = buffer._source, buffer.reader._priorities
-    parts = {"index": source.index, "live": source.live, "retention": buffer._retainer, "priorities": sampler}
-    parts |= {"windows": source._kinds, "cache": source.cache, "sweeper": buffer._sweeper}
+    source, sampler = buffer.reader.assembler, buffer.reader._priorities
+    parts = {
+        "index": source.index,
+        "live": source.live,
+        "retention": buffer.session.evictor,
+        "priorities": sampler,
+    }
+    parts |= {"windows": source._kinds, "cache": source.cache, "sweeper": buffer.session.collector}
     others = {
-        id(thing) for thing in (buffer, buffer.reader, source, buffer._writer, buffer._storage, buffer._store)
+        id(thing)
+        for thing in (
+            buffer,
+            buffer.reader,
+            source,
+            buffer.session.writer,
+            buffer.session.storage,
+            buffer.session.store,
+        )
     }
     alone = others | {id(part) for part in parts.values()} | {id(source.snapshot)}
     return {name: held_bytes(part, alone - {id(part)}) for name, part in parts.items()}
@@ -787,6 +800,6 @@ def test_what_a_buffer_holds_in_memory_is_bounded_by_its_capacity(url: str, ends
     assert late.pop("cache") < 20_000_000
     assert {name: n for name, n in late.items() if n > 250 * (1 << 16) + 1000 * CAPACITY} == {}
     assert {name: (early[name], n) for name, n in late.items() if n > 1.4 * early[name] + 3_000_000} == {}
-    assert len(buffer._source.index.changes) < 10_000
+    assert len(buffer.reader.assembler.index.changes) < 10_000
     assert resident_bytes() < rss + (48 << 20)
     buffer.close()

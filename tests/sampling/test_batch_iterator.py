@@ -839,7 +839,7 @@ def test_a_queue_that_is_planned_again_while_it_is_filled_gets_no_batch_too_many
     A thread has filled the queue and looks whether it is full, just when a checkpoint has taken it apart.
     """
     reader = Reader(new_store([10, 10, 10]), seed=3)
-    lock = reader._source.lock
+    lock = reader.assembler.lock
     is_full, is_empty, is_asked_for = threading.Event(), threading.Event(), threading.Event()
     taken: list[Any] = []
     with reader.batches(4, Windows(), prefetch=prefetch, out=Ring(prefetch + 2)) as batches:
@@ -866,7 +866,7 @@ def test_a_queue_that_is_planned_again_while_it_is_filled_gets_no_batch_too_many
             real_requeue(queued)
 
         real_requeue, batches._requeue = batches._requeue, requeue  # type: ignore[method-assign]
-        reader._source.lock = ObservedLock(lock, before, after)  # type: ignore[assignment]
+        reader.assembler.lock = ObservedLock(lock, before, after)  # type: ignore[assignment]
         thread.start()
         assert is_full.wait(60)
         batches.plan_queue_again()
@@ -876,4 +876,4 @@ def test_a_queue_that_is_planned_again_while_it_is_filled_gets_no_batch_too_many
             item.work.result()  # type: ignore[union-attr]
         assert torch.equal(in_use["obs"], kept)
         assert len(batches._queue) == prefetch
-        reader._source.lock = lock
+        reader.assembler.lock = lock

@@ -22,7 +22,7 @@ from tests.sampling.test_reader import ENDS, Episode, chi_square
 from tests.store.test_device_sync import NoSync
 from trajstore import DataError, Field, Schema, SnapshotExpiredError, Store
 from trajstore.sampling.batch_assembler import BatchAssembler
-from trajstore.sampling.batch_plan import WHOLE
+from trajstore.sampling.batch_plan import PER_WINDOW_KEYS
 from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight, Relabeller
 from trajstore.sampling.outputs import flat_outputs
 from trajstore.sampling.reader import Reader
@@ -346,7 +346,7 @@ CHANGED = {"goal/desired", "next/goal/desired", "reward", "next/reward", "termin
 
 
 def with_axis(flat: Flat, spec: Windows) -> Flat:
-    return {k: v.unsqueeze(1) if spec.squeeze and k not in WHOLE else v for k, v in flat.items()}
+    return {k: v.unsqueeze(1) if spec.squeeze and k not in PER_WINDOW_KEYS else v for k, v in flat.items()}
 
 
 class Reference:
@@ -395,7 +395,7 @@ class Reference:
         check_goal(steps[0].seen, (other, t), first, options)
         goal = achieved_at(other.episode, t)
         for j, step in enumerate(steps):
-            here, before = ({k: v[j] for k, v in flat.items() if k not in WHOLE} for flat in (got, plain))
+            here, before = ({k: v[j] for k, v in flat.items() if k not in PER_WINDOW_KEYS} for flat in (got, plain))
             check_step(step, here, before, goal, options)
 
 
@@ -855,8 +855,8 @@ def test_batches_can_be_made_on_a_device_that_has_no_values(
     sampler = Sampler(store.snapshot, device=torch.device("meta"), compiled=False)
     source = sampler.source
     for column in source.cache._columns.values():
-        pages = column.missing(np.arange(column.n_pages))
-        column.settle(pages, pages, 1)
+        pages = column.table.missing(np.arange(column.table.n_pages))
+        column.table.set_resident(pages, pages, 1)
     kind, relabeller, rng = source.kind(spec), Relabeller(source, options, CounterRng(1)), CounterRng(0)
     relabeller.plan(kind, kind.starts.draw(8, rng))  # tables are made when they are first asked for
     with NoSync("meta"):

@@ -342,7 +342,7 @@ def test_a_live_cache_that_does_not_fit_is_refused() -> None:
     writer.close()
     began = store.writer()
     began.append(step(0, 0))
-    with pytest.raises(ValueError, match="is followed already, or has begun"):
+    with pytest.raises(ValueError, match="has a listener already, or steps were appended before it"):
         Reader(store, writer=began)
     began.close()
 

@@ -115,9 +115,9 @@ def resident_on_meta(store: Store, **options: Any) -> Reader:
     """A reader on a device without memory, whose columns believe that all their pages are there."""
     reader = Reader(store, device="meta", compiled=False, **options)
     for column in reader._source.cache._columns.values():
-        pages = column.missing(np.arange(column.n_pages))
-        column.settle(pages, pages, 1)
-        assert column.is_complete
+        pages = column.table.missing(np.arange(column.table.n_pages))
+        column.table.set_resident(pages, pages, 1)
+        assert column.table.is_complete
     return reader
 
 
@@ -211,7 +211,7 @@ def test_chunks_that_hold_nothing_to_draw_do_not_keep_a_cache_from_being_complet
     assert reader.n_windows(Windows()) == 8
     with NoSync():
         reader.sample(8, Windows())
-    assert reader._source.cache._columns["x"].is_complete
+    assert reader._source.cache._columns["x"].table.is_complete
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------

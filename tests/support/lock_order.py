@@ -14,12 +14,12 @@ import pytest
 
 # Outermost first. A thread that holds a lock may wait only for locks of later groups.
 LOCK_ORDER = (
-    ("ReplayBuffer._ending", "CheckpointSchedule._lock", "Mixture._lock", "ReplayBuffer._changed"),
+    ("Session._ending", "CheckpointSchedule._lock", "Mixture._lock", "Readiness._appended"),
     ("BatchIterator._turn",),
     ("BatchAssembler.lock",),
     ("GarbageCollector._sweeping",),
     ("GarbageCollector._publishing",),
-    ("Writer._lock",),
+    ("WriterLifecycle.lock",),
     (
         *("WriterInbox.lock", "CommitThread._condition", "SamplesPerInsert._changed", "RunningStatistics._lock"),
         *("GarbageCollector._condition", "CompressedTier._lock", "CheckpointWriter._lock"),

@@ -99,18 +99,18 @@ class Life:
     @contextlib.contextmanager
     def _noted_cuts(self) -> Iterator[None]:
         """Buffers opened inside write down what they hold at every cut that somebody asks for."""
-        take = CheckpointSchedule._take_asked
+        take = CheckpointSchedule._save_requested
 
         def noted(saver: CheckpointSchedule, name: str, id_: str) -> Any:
             with self.appending:  # also held while the buffer is opened, so what it holds is known
                 self.say("cut", id_, digest(self.held), len(self.held))
                 return take(saver, name, id_)
 
-        CheckpointSchedule._take_asked = noted  # type: ignore[method-assign]
+        CheckpointSchedule._save_requested = noted  # type: ignore[method-assign]
         try:
             yield
         finally:
-            CheckpointSchedule._take_asked = take  # type: ignore[method-assign]
+            CheckpointSchedule._save_requested = take  # type: ignore[method-assign]
 
     def append(self, buffer: ReplayBuffer, n: int = 5) -> None:
         start = 1_000_000 * self.rank + len(self.held)
@@ -231,7 +231,7 @@ def two_buffers(life: Life) -> None:
 def stuck_inside(life: Life) -> None:
     """The main thread is stuck in the middle of a change, with the buffer's lock."""
     buffer = begin(life)
-    with buffer._source.lock:
+    with buffer.reader.assembler.lock:
         life.say("stuck")
         wait_in_sleep(life)
 

@@ -129,7 +129,7 @@ class Team:
 
     def set_timeout(self, seconds: float) -> None:
         for buffer in self.buffers:
-            buffer._world.timeout_s = seconds
+            buffer.session.group.timeout_s = seconds
 
     def plan(self, rank: int, plan: Plan | None) -> None:
         self.storages[rank].plan = plan or Plan()

@@ -228,6 +228,29 @@ class Partitions:
         )
 
 
+class RankEpisodes:
+    """The episodes of a plan that one rank gets, in order of arrival."""
+
+    def __init__(self, plan: Partitions, rank: int) -> None:
+        self._plan = plan
+        self.rows = plan.of(rank)  # their rows in the plan
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def n_steps(self) -> int:
+        return int(self._plan.length[self.rows].sum())
+
+    def columns(self, *names: str) -> list[Array]:
+        """Columns of the plan, for these episodes."""
+        return [getattr(self._plan, name)[self.rows] for name in names]
+
+    def held_by(self, holder: int) -> Array:
+        """Positions, among these episodes, of those that an old rank had."""
+        return np.flatnonzero(self._plan.holder[self.rows] == holder)
+
+
 def _counts(rank: Array, length: Array, chosen: Array, n: int) -> list[dict[str, int]]:
     episodes = np.bincount(rank[chosen], minlength=n)
     steps = np.bincount(rank[chosen], length[chosen], minlength=n)

@@ -13,6 +13,7 @@ from trajstore.arguments import check_positive
 from trajstore.distributed.partitions import Partitions, Policy, causes, deal, fates
 from trajstore.errors import CorruptionError
 from trajstore.format.spans import End, join_spans_by_episode, span_table
+from trajstore.sampling.episode_lookup import EpisodeFinder
 from trajstore.sampling.index_entries import GONE
 from trajstore.schema import Array
 from trajstore.storage import Storage
@@ -23,6 +24,8 @@ from trajstore.store.store import Url, read_schema
 from trajstore.store.store import open as open_store
 
 _THREADS = 16
+
+
 T = TypeVar("T")
 
 
@@ -129,26 +132,6 @@ def in_threads(function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         return [function(items[0])]
     with ThreadPoolExecutor(min(_THREADS, len(items)), thread_name_prefix="trajstore-parts") as threads:
         return list(threads.map(function, items))
-
-
-class EpisodeFinder:
-    """Finds episodes by stream number and their number there."""
-
-    def __init__(self, stream: Array, episode: Array) -> None:
-        self._order = np.lexsort((episode, stream))
-        self._stream, self._episode = stream[self._order], episode[self._order]
-
-    def find(self, stream: Array, episode: Array) -> Array:
-        """Where they stand; -1 for those that are not there."""
-        found = np.full(len(stream), -1)
-        for number in np.unique(stream):
-            low, high = np.searchsorted(self._stream, [number, number + 1])
-            mine = np.flatnonzero(stream == number)
-            at = low + np.searchsorted(self._episode[low:high], episode[mine])
-            is_here = at < high
-            is_here[is_here] = self._episode[at[is_here]] == episode[mine][is_here]
-            found[mine[is_here]] = self._order[at[is_here]]
-        return found
 
 
 class _Episodes:

@@ -286,7 +286,7 @@ class Partition:
         self._marked_at = time.monotonic()
         taken = [(inbox, inbox.next) for inbox in self._inboxes.values()]
         try:
-            self._buffer._writer.cut(lambda record: _set_durable(taken))
+            self._buffer.session.writer.capture_record(lambda record: _set_durable(taken))
         except StorageError as failure:  # the block is taken; flush tries again, and raises it if it lasts
             _log.warning("a commit failed: %s", failure)
 

@@ -1,4 +1,4 @@
-"""A last checkpoint before a process ends: by a signal, or by an exception that nobody catches."""
+"""Calls a function before a signal or an uncaught exception ends the process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ _log = logging.getLogger(__name__)
 
 
 class ExitHooks:
-    """Has ``save`` called before a signal or an uncaught exception ends the process; then it ends as it would have.
+    """Calls ``save`` before a signal or an uncaught exception ends the process, which then ends as it would have.
 
-    A signal is handled on a thread: the main one may be in the middle of a change, or wait for a dead peer. Made
-    in the main thread. What ``save`` raises is logged: the process ends all the same.
+    A signal is handled on a separate thread, because the main thread may be in the middle of a change, or wait for
+    a dead peer. Must be created in the main thread. An exception that ``save`` raises is logged, and the process
+    ends.
 
     Args:
-        save: Given why.
-        signals: Which signals.
-        exceptions: Whether uncaught exceptions count.
+        save: Called with the reason, as text.
+        signals: The signals to handle.
+        exceptions: Whether to handle uncaught exceptions.
     """
 
     def __init__(self, save: Callable[[str], None], signals: Iterable[int], exceptions: bool) -> None:
@@ -36,24 +37,24 @@ class ExitHooks:
         _process.add(self)
 
     def save(self, why: str) -> None:
-        """Try; what goes wrong is logged."""
+        """Call the function; log its failure."""
         try:
             self._save(why)
         except BaseException as failure:
-            _log.error("no checkpoint before the end (%s): %s", why, failure)
+            _log.error("no checkpoint before the process ended (%s): %s", why, failure)
 
     def remove(self) -> None:
-        """Set everything back as it was, unless others need it."""
+        """Restore the earlier handlers, unless other hooks still need ours."""
         _process.drop(self)
 
 
 class _Process:
-    """What a process has once: handlers of signals, and the hook for exceptions. Everybody is asked at the end."""
+    """The signal handlers and the exception hook of this process, shared by all `ExitHooks`."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._hooks: list[ExitHooks] = []
-        self._before: dict[int, Any] = {}  # handlers that ours stand in front of
+        self._before: dict[int, Any] = {}  # the handlers that ours replaced
         self._excepthook: Any = None
         self._pipe: tuple[int, int] | None = None
         self._owns_wakeup = False
@@ -76,7 +77,7 @@ class _Process:
                 if sys.excepthook == self._raised:
                     sys.excepthook = self._excepthook
                 self._excepthook = None
-            # Only the main thread can set handlers back; until it does, ours pass on what comes.
+            # Only the main thread can restore handlers; until it does, ours pass signals on.
             if threading.current_thread() is threading.main_thread():
                 self._restore()
 
@@ -93,7 +94,7 @@ class _Process:
             self._pipe, self._owns_wakeup = None, False
 
     def _listen(self) -> None:
-        """Hear of signals even while the main thread is in a call that runs no Python, if nobody else does so."""
+        """Receive signals while the main thread runs no Python, unless other code has set a wakeup descriptor."""
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         threading.Thread(target=self._loop, args=self._pipe, name="trajstore-exit", daemon=True).start()
@@ -142,10 +143,10 @@ class _Process:
             thread.join()
 
     def _end_by(self, number: int) -> None:
-        """Let the signal do what it would have done."""
+        """Let the signal have its original effect."""
         before = self._before.get(number, signal.SIG_DFL)
         if before == signal.SIG_DFL:
-            # Python lets only the main thread change this, and that one may be stuck.
+            # Python lets only the main thread change this, and the main thread may be blocked.
             ctypes.CDLL(None).signal(number, None)
         if before != signal.SIG_IGN:
             os.kill(os.getpid(), number)

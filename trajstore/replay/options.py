@@ -1,11 +1,13 @@
-"""Options of a buffer: checked, and as JSON and back, so that a checkpoint can hold them."""
+"""Options of a buffer: their defaults, their checks, and their JSON form in checkpoints."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, cast
+
+import torch
 
 from trajstore.arguments import check_positive
 from trajstore.distributed.rank_group import check_ranks, torch_ranks
@@ -18,7 +20,7 @@ from trajstore.sampling.windows import Windows
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """What a buffer was made with; a checkpoint keeps it, so that resuming needs nothing but a URL."""
+    """What a buffer was made with; see `ReplayBuffer`. Checkpoints keep it, so a resume needs only the URL."""
 
     capacity: int | Retention | None = None
     device: str = "cpu"
@@ -46,30 +48,64 @@ class ReplayOptions:
     compiled: bool = True
 
 
-def with_ranks(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with rank and world size of torch.distributed, where it is in use and none are given."""
+class RejoinChanges(TypedDict, total=False):
+    """Options by name, as `ReplayBuffer.rejoin` takes them: all of `ReplayOptions` but rank and world size."""
+
+    capacity: int | Retention | None
+    device: str | torch.device
+    cache_bytes: int | str
+    host_cache_bytes: int | str | None
+    sample: Windows
+    priorities: Priorities | None
+    samples_per_insert: SamplesPerInsert | None
+    statistics: bool | Sequence[str]
+    seed: int
+    name: str
+    commit_steps: int | None
+    commit_seconds: float | None
+    buffer_bytes: int | str
+    grace_s: float
+    share: Literal["partition", "whole"]
+    rank_timeout_s: float
+    through: Literal["torch", "store"] | None
+    attend_s: float | None
+    checkpoint_seconds: float | None
+    keep_checkpoints: int | None
+    as_tensordict: bool
+    compiled: bool
+
+
+class OptionChanges(RejoinChanges, total=False):
+    """Options by name, as `ReplayBuffer.resume` takes them: those of `ReplayOptions`."""
+
+    rank: int | None
+    world_size: int | None
+
+
+def with_ranks(options: Mapping[str, object]) -> OptionChanges:
+    """Add the rank and world size of torch.distributed, where it is in use and neither is given."""
     if options.get("rank") is not None or options.get("world_size") is not None:
-        return dict(options)
+        return cast(OptionChanges, options)
     rank, size = torch_ranks() or (None, None)
-    return {**options, "rank": rank, "world_size": size}
+    return cast(OptionChanges, {**options, "rank": rank, "world_size": size})
 
 
-def check_options(base: ReplayOptions, changes: Mapping[str, Any]) -> ReplayOptions:
-    """Options with some changed, checked.
+def check_options(base: ReplayOptions, changes: Mapping[str, object]) -> ReplayOptions:
+    """Apply changes to options, and check the result.
 
     Raises:
-        TypeError: There is no such option, or it is something else.
-        ValueError: A value makes no sense.
+        TypeError: An option does not exist, or has the wrong type.
+        ValueError: A value is out of range.
     """
     names = {f.name for f in fields(ReplayOptions)}
     if unknown := changes.keys() - names:
-        raise TypeError(f"unknown options {sorted(unknown)}; there are {', '.join(sorted(names))}")
-    settled = replace(base, **changes)
-    _check_kinds(settled)
-    statistics = settled.statistics if isinstance(settled.statistics, bool) else tuple(settled.statistics)
-    settled = replace(settled, device=str(settled.device), statistics=statistics)
-    _check_capacity(settled)
-    return settled
+        raise TypeError(f"unknown options {sorted(unknown)}; the options are {', '.join(sorted(names))}")
+    changed = replace(base, **cast(Mapping[str, Any], changes))
+    _check_kinds(changed)
+    statistics = changed.statistics if isinstance(changed.statistics, bool) else tuple(changed.statistics)
+    changed = replace(changed, device=str(changed.device), statistics=statistics)
+    _check_capacity(changed)
+    return changed
 
 
 def _check_kinds(options: ReplayOptions) -> None:
@@ -85,14 +121,14 @@ def _check_kinds(options: ReplayOptions) -> None:
     check_ranks(options.rank, options.world_size)
     if not _is_seconds(options.grace_s):
         raise ValueError(f"grace_s: expected seconds, at least 0, got {options.grace_s!r}")
-    _check_saving(options)
+    _check_checkpoints(options)
 
 
 def _is_seconds(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def _check_saving(options: ReplayOptions) -> None:
+def _check_checkpoints(options: ReplayOptions) -> None:
     if options.share not in ("partition", "whole"):
         raise ValueError(f"share: expected 'partition' or 'whole', got {options.share!r}")
     if options.through not in (None, "torch", "store"):
@@ -105,15 +141,15 @@ def _check_saving(options: ReplayOptions) -> None:
         check_positive("keep_checkpoints", options.keep_checkpoints)
 
 
-def _needed(windows: Windows) -> int:
-    """The steps of an episode that has a window."""
+def _shortest_episode(windows: Windows) -> int:
+    """Steps of the shortest episode that has a window."""
     outside = (windows.burn_in + windows.bootstrap) * windows.stride if windows.strict_context else 0
     return 1 + outside + (windows.reach if windows.boundary in ("strict", "cross") else 0)
 
 
-def holding(capacity: int | Retention | None, windows: Windows) -> int | Retention | None:
-    """A limit that is not too low for a window."""
-    limits, needed = Retention.of(capacity), _needed(windows)
+def raised_capacity(capacity: int | Retention | None, windows: Windows) -> int | Retention | None:
+    """The capacity, raised where it is too low for a window."""
+    limits, needed = Retention.of(capacity), _shortest_episode(windows)
     if limits.steps is None or limits.steps - limits.steps // PART >= needed:
         return capacity
     steps = needed + needed // (PART - 1) + 1
@@ -121,8 +157,8 @@ def holding(capacity: int | Retention | None, windows: Windows) -> int | Retenti
 
 
 def _check_capacity(options: ReplayOptions) -> None:
-    """Refuse a capacity that no window would ever fit."""
-    retention, needed = Retention.of(options.capacity), _needed(options.sample)
+    """Refuse a capacity that is too low for a window."""
+    retention, needed = Retention.of(options.capacity), _shortest_episode(options.sample)
     for limits in (retention, retention.per_stream or Retention()):
         if limits.steps is not None and limits.steps - limits.steps // PART < needed:
             raise ValueError(f"capacity: expected at least the {needed} steps of a window, got {limits.steps}")
@@ -132,7 +168,7 @@ _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Windows, Priorities, 
 
 
 def to_json(value: Any) -> Any:
-    """A value as JSON; functions are named, and have to be given again."""
+    """An option as JSON. Of a function only the name is stored: it has to be given again."""
     if isinstance(value, SamplesPerInsert):
         return {"type": "SamplesPerInsert", **value.options}
     if is_dataclass(value) and not isinstance(value, type):
@@ -144,11 +180,11 @@ def to_json(value: Any) -> Any:
     return value
 
 
-def from_json(data: Mapping[str, Any], given: Mapping[str, Any]) -> ReplayOptions:
-    """Options as they were saved, but for those that are given anew.
+def from_json(data: Mapping[str, Any], given: OptionChanges) -> ReplayOptions:
+    """Saved options, except those that are given again.
 
     Raises:
-        DataError: One is a function, which can't be stored, and is not given.
+        DataError: A saved option is a function, which can't be stored, and is not given.
     """
     names = {f.name for f in fields(ReplayOptions)} & data.keys()
     return ReplayOptions(**{name: _value(data[name], name) for name in names - given.keys()})
@@ -162,7 +198,7 @@ def _value(data: Any, where: str) -> Any:
     values = {name: _value(value, f"{where}.{name}") for name, value in data.items() if name != "type"}
     if data.get("type") == "function":
         raise DataError(
-            f"option '{where}' was the function {data.get('name')!r}, which no checkpoint can hold: give it again"
+            f"option '{where}' was the function {data.get('name')!r}, which a checkpoint cannot hold; pass it again"
         )
     if data.get("type") == "SamplesPerInsert":
         return SamplesPerInsert(**values)

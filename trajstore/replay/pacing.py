@@ -1,4 +1,4 @@
-"""How often steps are sampled: collection and learning wait for each other, so that a ratio is kept."""
+"""Pacing: collection and learning wait for each other, so that the ratio of samples to inserts is kept."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 class SamplesPerInsert:
     """Keeps ``inserted * ratio - sampled`` within bounds; safe to use from several threads and event loops.
 
-    Whoever inserts too fast waits for samples, and the other way round. Nobody samples before ``min_steps`` are
-    inserted; until then inserts are free, and the bounds are counted from there: the difference stays within
-    ``min_steps * ratio`` plus and minus ``slack``. Only the insert that reaches ``min_steps`` may overstep them.
+    A thread that inserts too fast waits for samples, and a thread that samples too fast waits for inserts. No
+    sample is allowed before ``min_steps`` are inserted. Until then inserts do not wait, and the bounds count from
+    there: the difference stays within ``min_steps * ratio`` plus and minus ``slack``. Only the insert that reaches
+    ``min_steps`` may exceed them.
 
-    ``await_insert`` and ``await_sample`` wait until the bounds allow it and count at once, so that several threads
-    can't overstep them together. ``insert`` and ``sample`` count what happened, whatever the bounds.
+    ``await_insert`` and ``await_sample`` wait until the bounds allow the call, and count it in the same step, so
+    several threads can't exceed the bounds together. ``insert`` and ``sample`` count without waiting.
 
     Args:
-        ratio: Windows sampled for every step inserted. Decimals are taken as they are written: 0.1 is 1/10.
+        ratio: Windows sampled for every step inserted. A decimal counts as it is written: 0.1 is 1/10.
         min_steps: Steps inserted before the first sample; at least 1.
-        slack: How far either side may get ahead, in windows. It has to let the largest insert and the largest
-            sample through, or both could wait for ever: ``2 * slack >= ratio * n_inserted + n_sampled``; a call
-            that makes this false is refused. By default a call may begin as soon as its side is not ahead.
-        timeout_s: How long calls wait unless they say otherwise; for ever by default.
+        slack: How far either side may get ahead, in windows. It must be large enough for the largest insert and the
+            largest sample, else both could wait for each other for ever: ``2 * slack >= ratio * n_inserted +
+            n_sampled``. A call that breaks this rule is refused. By default a call may begin as soon as its side is
+            not ahead.
+        timeout_s: Seconds that a call waits by default; None: without a limit.
     """
 
     def __init__(
@@ -46,13 +48,13 @@ class SamplesPerInsert:
             raise ValueError(f"min_steps: expected an integer of at least 0, got {min_steps!r}")
         self.options = {"ratio": ratio, "min_steps": min_steps, "slack": slack, "timeout_s": timeout_s}
         self._min_steps = max(1, min_steps)
-        # Everything is counted in whole parts of a window, so that nothing is ever rounded.
+        # Everything is counted in whole fractions of a window, so nothing is ever rounded.
         self._window = math.lcm(exact_ratio.denominator, 1 if exact_slack is None else exact_slack.denominator)
         self._step = int(exact_ratio * self._window)
         self._slack = None if exact_slack is None else int(exact_slack * self._window)
         self._timeout_s = _seconds(timeout_s, math.inf)
         self._n_inserted = self._n_sampled = 0
-        self._largest = {"insert": 0, "sample": 0}  # that were asked for within the bounds
+        self._largest = {"insert": 0, "sample": 0}  # largest calls so far
         self._is_closed = False
         self._changed = threading.Condition()
         self._waiters: list[_Waiter] = []  # futures of event loops, woken together with the condition
@@ -70,7 +72,7 @@ class SamplesPerInsert:
 
     @property
     def difference(self) -> float:
-        """``inserted * ratio - sampled``, counted from ``min_steps``: above 0 where sampling is behind."""
+        """``inserted * ratio - sampled``, counted from ``min_steps``; above 0 if sampling is behind."""
         with self._changed:
             return self._difference() / self._window
 
@@ -85,23 +87,23 @@ class SamplesPerInsert:
         self._count(0, n)
 
     def cancel_insert(self, n: int = 1) -> None:
-        """Take back a count: the insert that was waited for has failed."""
+        """Undo the count of an insert that was admitted and then failed."""
         check_positive("n", n)
         self._count(-n, 0)
 
     def cancel_sample(self, n: int = 1) -> None:
-        """Take back a count: the sample that was waited for has failed."""
+        """Undo the count of a sample that was admitted and then failed."""
         check_positive("n", n)
         self._count(0, -n)
 
     def can_insert(self, n: int = 1) -> bool:
-        """Whether ``await_insert`` would not wait now."""
+        """Whether ``await_insert`` would return at once."""
         with self._changed:
             self._admit("insert", n)
             return self._may_insert(n)
 
     def can_sample(self, n: int = 1) -> bool:
-        """Whether ``await_sample`` would not wait now."""
+        """Whether ``await_sample`` would return at once."""
         with self._changed:
             self._admit("sample", n)
             return self._may_sample(n)
@@ -110,9 +112,9 @@ class SamplesPerInsert:
         """Wait until ``n`` steps may be inserted, and count them.
 
         Raises:
-            TimeoutError: They might not within ``timeout_s``; nothing was counted.
+            TimeoutError: The bounds did not allow it within ``timeout_s`` seconds; nothing was counted.
             ClosedError: The limiter was closed.
-            ValueError: They might never, or samples of the size that others ask for might never.
+            ValueError: With this ``slack``, this insert or the samples of other threads could wait for ever.
         """
         self._wait("insert", n, timeout_s)
 
@@ -121,15 +123,15 @@ class SamplesPerInsert:
         self._wait("sample", n, timeout_s)
 
     async def await_insert_async(self, n: int = 1, timeout_s: float | None = None) -> None:
-        """`await_insert` for an event loop, which goes on meanwhile."""
+        """`await_insert` for coroutines: the event loop keeps running."""
         await self._wait_async("insert", n, timeout_s)
 
     async def await_sample_async(self, n: int = 1, timeout_s: float | None = None) -> None:
-        """`await_sample` for an event loop, which goes on meanwhile."""
+        """`await_sample` for coroutines: the event loop keeps running."""
         await self._wait_async("sample", n, timeout_s)
 
     def close(self) -> None:
-        """Nobody waits any more: those who do get a ClosedError, as do those who ask later."""
+        """Raise ClosedError in all waiting calls, and in later ones."""
         with self._changed:
             self._is_closed = True
             self._wake()
@@ -143,7 +145,7 @@ class SamplesPerInsert:
             self._n_inserted, self._n_sampled = int(state["n_inserted"]), int(state["n_sampled"])
             self._wake()
 
-    # What follows is called with the condition held.
+    # The following methods are called with the condition held.
 
     def _difference(self) -> int:
         return (self._n_inserted - self._min_steps) * self._step - self._n_sampled * self._window
@@ -159,7 +161,7 @@ class SamplesPerInsert:
         return self._difference() >= (0 if self._slack is None else n * self._window - self._slack)
 
     def _admit(self, what: str, n: int) -> None:
-        """Refuse what could wait for ever, given what else was asked for so far."""
+        """Refuse a call that could wait for ever, given the largest calls so far."""
         check_positive("n", n)
         if self._is_closed:
             raise ClosedError(f"the limiter is closed; {what} of {n} refused")
@@ -176,7 +178,7 @@ class SamplesPerInsert:
         self._largest = largest
 
     def _took(self, what: str, n: int) -> bool:
-        """Count, if the bounds allow it."""
+        """Count the call if the bounds allow it; returns whether they do."""
         if self._is_closed:
             raise ClosedError(f"the limiter was closed while {what} of {n} waited")
         if not (self._may_insert(n) if what == "insert" else self._may_sample(n)):
@@ -193,7 +195,7 @@ class SamplesPerInsert:
         self._changed.notify_all()
         waiters, self._waiters = self._waiters, []
         for loop, future in waiters:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited there
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its coroutines with it
                 loop.call_soon_threadsafe(_resolve, future)
 
     def _timed_out(self, what: str, n: int, seconds: float) -> TimeoutError:
@@ -209,7 +211,7 @@ class SamplesPerInsert:
             f" {self._step / self._window:g} - sampled is {self._difference() / self._window:g}, has to be {limit}"
         )
 
-    # And this without.
+    # The following methods are called without the condition.
 
     def _count(self, n_inserted: int, n_sampled: int) -> None:
         with self._changed:
@@ -241,7 +243,7 @@ class SamplesPerInsert:
                     raise self._timed_out(what, n, seconds) from None
 
     def _try(self, what: str, n: int) -> asyncio.Future[None] | None:
-        """Count, or give a future that is resolved when it is worth trying again."""
+        """Count the call, or return a future that is resolved when it is worth trying again."""
         loop = asyncio.get_running_loop()
         with self._changed:
             if self._took(what, n):
@@ -264,7 +266,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
 
 
 def _fraction(name: str, value: float) -> Fraction:
-    """The number as it is written: binary fractions are not quite what people mean by decimals."""
+    """The number as it is written: 0.1 becomes 1/10, not the nearest binary fraction."""
     if isinstance(value, bool) or not isinstance(value, (int, float, Rational)) or not math.isfinite(value):
         raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
     number = Fraction(repr(float(value))) if isinstance(value, float) else Fraction(value)

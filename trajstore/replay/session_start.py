@@ -1,4 +1,4 @@
-"""How a buffer begins: afresh, from a checkpoint, or in the place of a rank that died."""
+"""How a buffer's session begins: with a new or existing store, from a checkpoint, or in place of a dead rank."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from trajstore.distributed.partitions import Partitions, Policy
 from trajstore.distributed.rank_group import RankGroup, join_group, rejoin_group
-from trajstore.distributed.redistribution import plan_partitions as plan_partitions
-from trajstore.distributed.redistribution import read_parts
+from trajstore.distributed.redistribution import plan_partitions, read_parts
 from trajstore.errors import RankError
-from trajstore.format.first_live_rows import first_live_rows as record_marks
-from trajstore.replay.merged_state import merged_state, rank_share
-from trajstore.replay.options import ReplayOptions, check_options, from_json, holding, with_ranks
+from trajstore.format.first_live_rows import first_live_rows
+from trajstore.replay.merged_state import merged_state
+from trajstore.replay.options import (
+    OptionChanges,
+    ReplayOptions,
+    check_options,
+    from_json,
+    raised_capacity,
+    with_ranks,
+)
+from trajstore.replay.session_state import RankShare
 from trajstore.sampling.rng import rank_seed
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
@@ -29,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RedistributionOptions:
-    """How the episodes of a checkpoint are dealt out; see `redistribute`. Policy None: as it seems best."""
+    """How the episodes of a checkpoint are redistributed; see `redistribute`. Policy None: chosen by the buffer."""
 
     policy: Policy | None = None
     incomplete: str | Mapping[str, str] = "keep"
@@ -42,49 +47,50 @@ class RedistributionOptions:
 
 @dataclass(frozen=True, slots=True)
 class SessionStart:
-    """What a buffer begins with.
+    """What a session begins with.
 
     Attributes:
         store: Where it writes.
-        options: As settled.
-        world: The ranks, all here.
-        checkpoint: That it goes on from.
-        state: Of this rank, as it was there.
-        plan: How episodes were dealt out, if they were.
-        before: Streams that this rank has written before in this world.
-        cut: What the checkpoint shows.
-        is_back: Whether this is a rank that died and came back.
+        options: Checked options.
+        group: The ranks; all of them have joined.
+        checkpoint: The checkpoint that it continues; None for a fresh session.
+        state: This rank's state in that checkpoint.
+        plan: How episodes were redistributed; None if they were not.
+        own_streams: Streams that this rank has written before in this world.
+        shown_by_checkpoint: The snapshot that the checkpoint names.
+        is_back: Whether this session replaces a rank that died.
     """
 
     store: Store
     options: ReplayOptions
-    world: RankGroup
+    group: RankGroup
     checkpoint: Checkpoint | None = None
     state: Mapping[str, Any] | None = None
     plan: Partitions | None = None
-    before: frozenset[str] = frozenset()
-    cut: Snapshot | None = None
+    own_streams: frozenset[str] = frozenset()
+    shown_by_checkpoint: Snapshot | None = None
     is_back: bool = False
 
     def shown(self) -> Snapshot:
-        """What can be sampled of the store as it was last looked at."""
+        """What can be sampled of the store, as of its last refresh."""
         fresh, options = self.store.snapshot, self.options
-        if self.world.size > 1 and options.share == "partition":
+        if self.group.size > 1 and options.share == "partition":
             fresh = fresh.only(lambda record: record.rank == options.rank)
-        if self.cut is not None:
-            fresh = self.cut.joined(fresh, self.world.id)
-        return fresh.ended(self.before) if self.before else fresh
+        if self.shown_by_checkpoint is not None:
+            fresh = self.shown_by_checkpoint.joined(fresh, self.group.id)
+        return fresh.ended(self.own_streams) if self.own_streams else fresh
 
     def first_shown(self) -> Snapshot:
-        """What can be sampled at the beginning."""
-        return self.cut if self.cut is not None and not self.is_back else self.shown()
+        """What can be sampled when the session begins."""
+        shown = self.shown_by_checkpoint
+        return shown if shown is not None and not self.is_back else self.shown()
 
     def first_marks(self) -> dict[str, int]:
-        """The first rows that this session wants of the streams that are there."""
-        marks = {stream: row for stream, row in record_marks(self.store.snapshot.streams).items() if row}
-        if self.checkpoint is not None:  # also where it is 0: the session before may have given up rows since
-            return marks | {stream: cut.first for stream, cut in self.checkpoint.streams.items()}
-        if self.world.size > 1:  # of what other ranks have, they speak
+        """The first row that this session wants of each stream that exists already."""
+        marks = {stream: row for stream, row in first_live_rows(self.store.snapshot.streams).items() if row}
+        if self.checkpoint is not None:  # also 0: the earlier session may have given up rows since
+            return marks | {stream: extent.first for stream, extent in self.checkpoint.streams.items()}
+        if self.group.size > 1:  # each rank speaks for the streams that it shows
             return {record.id: marks.get(record.id, 0) for record in self.shown().streams}
         return marks
 
@@ -93,7 +99,7 @@ class SessionStart:
         """Streams whose writers this session declares dead."""
         streams = self.store.snapshot.streams
         if self.is_back:
-            mine = [record for record in streams if record.id in self.before]
+            mine = [record for record in streams if record.id in self.own_streams]
             known = {stream for record in mine for stream in record.view.dead}
             return sorted(known | {record.id for record in mine if not record.is_sealed})
         if self.checkpoint is None:
@@ -102,10 +108,10 @@ class SessionStart:
 
     @property
     def abandoned(self) -> dict[str, int]:
-        """Rows that were committed after the checkpoint by sessions that are none of ours, by stream."""
-        if self.cut is None or self.is_back:
+        """By stream: rows that sessions outside this lineage committed after the checkpoint."""
+        if self.shown_by_checkpoint is None or self.is_back:
             return {}
-        kept = {record.id: record.rows for record in self.cut.streams}
+        kept = {record.id: record.rows for record in self.shown_by_checkpoint.streams}
         lost = {record.id: record.rows - kept.get(record.id, 0) for record in self.store.snapshot.streams}
         lost = {stream: n for stream, n in lost.items() if n > 0}
         if lost:
@@ -114,126 +120,124 @@ class SessionStart:
 
     @property
     def growing(self) -> frozenset[str]:
-        """Streams of which more is shown than the state knows."""
-        if self.world.size > 1 and self.options.share == "whole":
+        """Streams that show more episodes than the state knows."""
+        if self.group.size > 1 and self.options.share == "whole":
             return frozenset(record.id for record in self.first_shown().streams)
-        return self.before
+        return self.own_streams
 
     @property
-    def seen(self) -> dict[str, int] | None:
-        """Spans of each stream that the state knows of; None: all that are shown."""
+    def known_spans(self) -> dict[str, int] | None:
+        """The number of spans of each stream that the state knows; None: all that are shown."""
         if not self.is_back or self.checkpoint is None:
             return None
-        return {stream: cut.spans for stream, cut in self.checkpoint.streams.items()}
+        return {stream: extent.spans for stream, extent in self.checkpoint.streams.items()}
 
 
 def start_fresh(store: Store, options: ReplayOptions) -> SessionStart:
-    """Begin, or go on with all that is there.
+    """Begin with an empty store, or continue with everything an existing one holds.
 
     Raises:
-        RankError: Another number of ranks has written it, so nobody would know whose it is; or ranks disagree.
+        RankError: Another number of ranks has written the store, or the ranks disagree.
     """
     size = options.world_size or 1
     for record in store.snapshot.streams:
         if record.world is not None and record.rows and (record.world_size or 1) != size:
             raise RankError(
-                f"{store.url} was written by {record.world_size or 1} ranks, this is one of {size}: go on with"
-                " ReplayBuffer.resume(url, checkpoint), which deals out the episodes anew"
+                f"{store.url} was written by {record.world_size or 1} ranks, this is one of {size}: continue with"
+                " ReplayBuffer.resume(url, checkpoint), which redistributes the episodes"
             )
-    return SessionStart(store, options, _joined_world(store, options, None, RedistributionOptions()))
+    return SessionStart(store, options, _joined_group(store, options, None, RedistributionOptions()))
 
 
-def start_resumed(store: Store, which: str, changes: Mapping[str, Any], how: RedistributionOptions) -> SessionStart:
-    """Go on from a checkpoint."""
+def start_resumed(store: Store, which: str, changes: OptionChanges, how: RedistributionOptions) -> SessionStart:
+    """Continue from a checkpoint."""
     changes = with_ranks(changes)
-    check_options(ReplayOptions(), changes)  # refuses what there is not, before anything is read
+    check_options(ReplayOptions(), changes)  # refuses unknown options before anything is read
     found = checkpoints.find(store.snapshot.storage, which)
-    cut = Snapshot.at(store.snapshot.storage, store.schema, found)
-    options, state, plan = _resumed(store, found, cut, changes, how)
-    world = _joined_world(store, options, found.id, how)
-    return SessionStart(store, options, world, found, state, plan, cut=cut)
+    shown = Snapshot.at(store.snapshot.storage, store.schema, found)
+    options, state, plan = _resumed(store, found, shown, changes, how)
+    group = _joined_group(store, options, found.id, how)
+    return SessionStart(store, options, group, found, state, plan, shown_by_checkpoint=shown)
 
 
-def start_rejoined(store: Store, world_id: str | None, changes: Mapping[str, Any]) -> SessionStart:
-    """Take the place of a rank that died alone, with all of its partition that was committed.
+def start_rejoined(store: Store, world: str | None, changes: OptionChanges) -> SessionStart:
+    """Take the place of a rank that died alone, with all committed steps of its partition.
 
     Raises:
-        RankError: There is no world in which it had a place.
+        RankError: No world has such a rank.
     """
     given = check_options(ReplayOptions(), changes)
     rank, size, storage = given.rank or 0, given.world_size or 1, store.snapshot.storage
-    world, began_at = rejoin_group(storage, rank, size, world=world_id, timeout_s=given.rank_timeout_s)
-    streams = store.snapshot.streams
-    before = frozenset(r.id for r in streams if r.world == world.id and r.rank == rank)
-    ours = [c for c in checkpoints.list_checkpoints(storage) if c.world == world.id and (c.n_ranks or 1) == size]
+    group, began_at = rejoin_group(storage, rank, size, world=world, timeout_s=given.rank_timeout_s)
+    own = frozenset(r.id for r in store.snapshot.streams if r.world == group.id and r.rank == rank)
+    ours = [c for c in checkpoints.list_checkpoints(storage) if c.world == group.id and (c.n_ranks or 1) == size]
     found = ours[-1] if ours else checkpoints.find(storage, began_at) if began_at is not None else None
     if found is None:
-        return SessionStart(store, given, world, before=before, is_back=True)
-    how = RedistributionOptions() if ours else RedistributionOptions(**(world.read("how", rank) or {}))
-    cut = Snapshot.at(storage, store.schema, found)
-    options, state, plan = _resumed(store, found, cut, changes, how)
-    return SessionStart(store, options, world, found, state, plan, before, cut, is_back=True)
+        return SessionStart(store, given, group, own_streams=own, is_back=True)
+    how = RedistributionOptions() if ours else RedistributionOptions(**(group.read("how", rank) or {}))
+    shown = Snapshot.at(storage, store.schema, found)
+    options, state, plan = _resumed(store, found, shown, changes, how)
+    return SessionStart(store, options, group, found, state, plan, own, shown, is_back=True)
 
 
 def _resumed(
-    store: Store, found: Checkpoint, cut: Snapshot, changes: Mapping[str, Any], how: RedistributionOptions
+    store: Store, found: Checkpoint, shown: Snapshot, changes: OptionChanges, how: RedistributionOptions
 ) -> tuple[ReplayOptions, dict[str, Any], Partitions | None]:
-    state, plan = _resumed_state(store, found, cut, changes, how)
+    state, plan = _resumed_state(store, found, shown, changes, how)
     options = from_json(state["options"], changes)
     if "capacity" in changes:
-        state["retention"].pop("least", None)  # a limit that is given anew holds at once
+        state["retention"].pop("least", None)  # a limit that is given applies to all episodes
     elif plan is not None:
-        options = replace(options, capacity=holding(options.capacity, options.sample))
+        options = replace(options, capacity=raised_capacity(options.capacity, options.sample))
     return check_options(options, changes), state, plan
 
 
 def _resumed_state(
-    store: Store, found: Checkpoint, cut: Snapshot, changes: Mapping[str, Any], how: RedistributionOptions
+    store: Store, found: Checkpoint, shown: Snapshot, changes: OptionChanges, how: RedistributionOptions
 ) -> tuple[dict[str, Any], Partitions | None]:
-    """The state that a rank goes on with, and, where episodes were dealt out anew, how."""
-    storage, rank, size = store.snapshot.storage, changes["rank"] or 0, changes["world_size"] or 1
+    """The state that this rank continues with, and the plan where episodes are redistributed."""
+    storage, rank, size = store.snapshot.storage, changes.get("rank") or 0, changes.get("world_size") or 1
     n_old = found.n_ranks or 1
     saved = "partition"
-    if n_old > 1 or size > 1:  # else there is nothing to share
+    if n_old > 1 or size > 1:  # a single session has nothing to share
         saved = checkpoints.read_state(storage, found, 0, ("options",))["options"].get("share", saved)
     was_whole = saved == "whole" and n_old > 1
     is_whole = changes.get("share", saved) == "whole" and size > 1
     if size == n_old and how == RedistributionOptions() and was_whole == is_whole:
         return checkpoints.read_state(storage, found, rank), None
     if is_whole and how != RedistributionOptions():
-        raise ValueError(f"share='whole': nothing is dealt out, so {how} has no meaning")
+        raise ValueError(f"share='whole': every rank shows everything, so {how} has no effect; leave it out")
     if was_whole and is_whole:
-        return _shared_state(storage, found, rank, size), None
+        return _shared_state(storage, found, RankShare(rank, size)), None
     stays = size == n_old and not was_whole and not is_whole
     policy = how.policy if how.policy is not None or stays else "steps"
     n_parts = 1 if is_whole else size
-    plan = plan_partitions(cut, found, n_parts, policy=policy, incomplete=how.incomplete, n_envs=how.n_envs)
+    plan = plan_partitions(shown, found, n_parts, policy=policy, incomplete=how.incomplete, n_envs=how.n_envs)
     part = 0 if is_whole else rank
-    state = merged_state(storage, found, plan, store.schema, part=part, rank=rank, world_size=size)
+    state = merged_state(storage, found, plan, store.schema, part=part, share=RankShare(rank, size))
     return state, None if is_whole else plan
 
 
-def _shared_state(storage: Storage, found: Checkpoint, rank: int, size: int) -> dict[str, Any]:
-    """The state of a rank that shows everything, as an old rank did, with its share of what they counted."""
-    state: dict[str, Any] = checkpoints.read_state(storage, found, rank % (found.n_ranks or 1))
-    state["reader"]["seed"] = rank_seed(int(state["options"]["seed"]), rank, size)
+def _shared_state(storage: Storage, found: Checkpoint, share: RankShare) -> dict[str, Any]:
+    """The state of a rank that shows everything: that of an old rank, with a share of what all ranks counted."""
+    state: dict[str, Any] = checkpoints.read_state(storage, found, share.rank % (found.n_ranks or 1))
+    state["reader"]["seed"] = rank_seed(int(state["options"]["seed"]), share.rank, share.world_size)
     state["iterators"] = []
     parts = read_parts(storage, found, ("counters", "limiter"))
-    for name in ("sampled", "redrawn"):
-        state["counters"][name] = rank_share(sum(int(part["counters"][name]) for part in parts), rank, size)
+    counted = [{name: part["counters"][name] for name in ("sampled", "redrawn")} for part in parts]
+    state["counters"] |= share.of_sums(counted)
     if state["limiter"] is not None:
-        counts = [part["limiter"] for part in parts]
-        state["limiter"] = {key: rank_share(sum(int(c[key]) for c in counts), rank, size) for key in counts[0]}
+        state["limiter"] = share.of_sums([part["limiter"] for part in parts])
     return state
 
 
-def _joined_world(
+def _joined_group(
     store: Store, options: ReplayOptions, checkpoint: str | None, how: RedistributionOptions
 ) -> RankGroup:
-    """This rank's place, once all are here and agree on what they do."""
+    """Join the other ranks; returns when all have joined and agree on what they do."""
     storage, rank, size = store.snapshot.storage, options.rank or 0, options.world_size or 1
     timeout_s, through = options.rank_timeout_s, options.through
-    world = join_group(storage, rank, size, checkpoint=checkpoint, timeout_s=timeout_s, through=through)
+    group = join_group(storage, rank, size, checkpoint=checkpoint, timeout_s=timeout_s, through=through)
     if size > 1:
         schema = store.schema.to_json() if store.schema is not None else None
         facts: dict[str, Any] = {
@@ -242,20 +246,9 @@ def _joined_world(
             "checkpoint": checkpoint or "none",
             "schema": schema,
         }
-        # What redistribution counts on to be alike, now and later.
+        # Redistribution needs these to be alike on all ranks, now and later.
         for name in ("priorities", "statistics", "capacity"):
             facts[f"kind of {name}"] = type(getattr(options, name)).__name__
-        world.post("how", how.to_json())
-        world.agree("hello", {"store": check_root(storage), **facts, "how": how.to_json()})
-    return world
-
-
-def as_tensors(tree: Any) -> Any:
-    """A state as it was before it was stored: arrays are tensors."""
-    if isinstance(tree, Mapping):
-        return {name: as_tensors(value) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return [as_tensors(value) for value in tree]
-    if hasattr(tree, "dtype") and not isinstance(tree, torch.Tensor):
-        return torch.as_tensor(tree)
-    return tree
+        group.post("how", how.to_json())
+        group.agree("hello", {"store": check_root(storage), **facts, "how": how.to_json()})
+    return group

@@ -1,4 +1,4 @@
-"""Running mean, variance and range of fields, as steps come in."""
+"""Running mean, variance and range of fields."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError
-from trajstore.schema import Array, Field, Schema, checked, widen_bfloat16
+from trajstore.schema import Array, Field, Schema, check_value, widen_bfloat16
 
-_BLOCK_ELEMENTS = 1 << 16  # that are looked at in float64 at a time
-_BUFFER_BYTES = 1 << 18  # of rows of one field that wait to be looked at together
+_BLOCK_ELEMENTS = 1 << 16  # elements that are converted to float64 at a time
+_BUFFER_BYTES = 1 << 18  # of rows of one field that wait for evaluation
 _BUFFER_ROWS = 128
 _STATE = ("count", "n_nonfinite", "origin", "mean", "m2", "min", "max")
 
@@ -22,17 +22,17 @@ _STATE = ("count", "n_nonfinite", "origin", "mean", "m2", "min", "max")
 class RunningStatistics:
     """Count, mean, standard deviation, minimum and maximum of every field; safe to use from several threads.
 
-    They are kept for every element of a field over all steps; of fields with more than ``max_elements`` elements
-    (images), over all elements and steps together. Sums are float64, of differences from the first value and from
-    the mean, so that a large offset costs no digits. NaN and infinities are counted and otherwise left out. Flags
-    count as 0 and 1.
+    Each element of a field has statistics over all steps. A field with more than ``max_elements`` elements (an
+    image) has one set of statistics over all elements and steps. Sums are float64, of differences from the first
+    value and from the mean, so a large offset costs no precision. NaN and infinities are counted and otherwise
+    ignored. Bools count as 0 and 1.
 
-    A few rows at a time are only copied, and looked at together later: one row costs a microsecond or two a field.
+    Small updates are only copied and evaluated together later: one row costs one or two microseconds per field.
 
     Args:
         schema: What the rows hold.
-        fields: Fields or groups to look at; all by default.
-        max_elements: Of a field that is looked at element by element.
+        fields: Fields or groups to observe; all by default.
+        max_elements: Largest field that is observed element by element.
     """
 
     def __init__(self, schema: Schema, *, fields: Iterable[str] | None = None, max_elements: int = 4096) -> None:
@@ -40,7 +40,7 @@ class RunningStatistics:
             raise TypeError(f"fields: expected a list of names, got the string {fields!r}")
         check_positive("max_elements", max_elements)
         self._known = frozenset(schema)
-        # Fresh memory for every block would cost more than what is done in it.
+        # Allocating memory for every block would cost more than the arithmetic.
         scratch = np.empty(max(_BLOCK_ELEMENTS, max_elements))
         self._moments = {
             path: _Moments(path, schema[path], max_elements, scratch) for path in _chosen(schema, fields)
@@ -48,12 +48,12 @@ class RunningStatistics:
         self._lock = threading.Lock()
 
     def update(self, rows: Mapping[str, Array]) -> None:
-        """Count rows, ``[n, ...]`` by field; n may differ, as where only some fields have a final value.
+        """Count rows, ``[n, ...]`` by field. n may differ between fields, as only some have a final value.
 
-        bfloat16 comes as its bits, as it is stored. Fields that are not looked at are ignored.
+        bfloat16 is given as bits, as it is stored. Fields that are not observed are ignored.
 
         Raises:
-            DataError: No such field, or another dtype or shape; the fields before it are counted.
+            DataError: A field is unknown, or has another dtype or shape; the fields before it are counted.
         """
         with self._lock:
             for path, values in rows.items():
@@ -64,23 +64,35 @@ class RunningStatistics:
                     raise DataError(f"field '{path}': the schema has {', '.join(map(repr, sorted(self._known)))}")
 
     def merge(self, other: RunningStatistics) -> None:
-        """Count also what another has counted.
+        """Add what another has counted.
 
         Raises:
-            ValueError: It looks at other fields, or at other shapes of them; nothing was changed.
+            ValueError: It has other fields, or other shapes of them; nothing is changed.
         """
-        self._load(other.state_dict(), _Moments.merge)
+        self.merge_state(other.state_dict())
+
+    def merge_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add what the `state_dict` of another has counted.
+
+        Raises:
+            ValueError: It has other fields, or other shapes of them; nothing is changed.
+        """
+        self._load(state, _Moments.merge)
+
+    def shared_state(self, rank: int, world_size: int) -> dict[str, dict[str, Array]]:
+        """The state that one of several ranks continues with: an equal share of all counts."""
+        return {path: _shared_moments(state, rank, world_size) for path, state in self.state_dict().items()}
 
     def state_dict(self) -> dict[str, dict[str, Array]]:
-        """All there is to know, as arrays by field; copies."""
+        """Everything that was counted, as arrays by field; copies."""
         with self._lock:
             return {path: moments.state() for path, moments in self._moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on from what `state_dict` gave, forgetting what was counted here.
+        """Replace the counts by those of a `state_dict`.
 
         Raises:
-            ValueError: It looks at other fields, or at other shapes of them; nothing was changed.
+            ValueError: It has other fields, or other shapes of them; nothing is changed.
         """
         self._load(state, _Moments.load)
 
@@ -97,27 +109,27 @@ class RunningStatistics:
     def result(self) -> dict[str, dict[str, Any]]:
         """By field: ``count``, ``mean``, ``std``, ``min``, ``max``, ``n_nonfinite`` and ``is_reduced``.
 
-        The first six are arrays of the field's shape, or of shape () where ``is_reduced``: over all elements, which
-        are then what is counted. The standard deviation is that of what was seen (divided by the count). Where
-        nothing was counted there is NaN.
+        The first six are arrays of the field's shape, or of shape () if ``is_reduced``: then they are over all
+        elements, and elements are counted. The standard deviation divides by the count. Elements without a finite
+        value have NaN.
         """
         with self._lock:
             return {path: moments.result() for path, moments in self._moments.items()}
 
     def normalizer(self, path: str, *, eps: float = 1e-8, clip: float | None = None) -> Normalizer:
-        """A function of tensors: minus the mean, divided by ``sqrt(variance + eps)``, as things stand now.
+        """A function that subtracts the current mean and divides by ``sqrt(variance + eps)``.
 
         Args:
             path: The field.
-            eps: Added to the variance, so that what hardly varies is not blown up.
-            clip: Bound of the result, either way.
+            eps: Added to the variance, so that nearly constant elements are not amplified.
+            clip: The result is clipped to ``[-clip, clip]``; None: not clipped.
 
         Raises:
-            DataError: There are elements without any finite value.
+            DataError: An element has no finite value.
         """
         with self._lock:
             if path not in self._moments:
-                raise KeyError(f"no field {path!r}; there are {', '.join(self._moments)}")
+                raise KeyError(f"no field {path!r}; the fields are {', '.join(self._moments)}")
             found = self._moments[path].result()
         if not found["count"].all():
             raise DataError(f"field '{path}': no finite value was counted, so there is no mean to subtract")
@@ -148,7 +160,7 @@ class Normalizer:
         return normal.to(values.dtype) if values.is_floating_point() else normal
 
     def _constants(self, wide: Any) -> tuple[Any, Any, Any]:
-        """Mean, what float32 loses of it, and scale, where and as the values are."""
+        """Mean, its rounding error in float32, and scale, on the device and in the dtype of the values."""
         key = wide.device, wide.dtype
         if key not in self._on:
             mean = self._mean.astype(np.float64 if wide.element_size() == 8 else np.float32)
@@ -158,7 +170,7 @@ class Normalizer:
 
 
 class _Moments:
-    """What is known of one field."""
+    """The statistics of one field."""
 
     def __init__(self, path: str, spec: Field, max_elements: int, scratch: Array) -> None:
         self._path, self._spec, self._scratch = path, spec, scratch
@@ -170,7 +182,7 @@ class _Moments:
         shape = () if self.is_reduced else spec.shape
         self._count = np.zeros(shape, np.int64)
         self._n_nonfinite = np.zeros(shape, np.int64)
-        self._origin = np.zeros(shape)  # the first value; the mean is counted from there
+        self._origin = np.zeros(shape)  # the first value; the mean is relative to it
         self._mean = np.zeros(shape)
         self._m2 = np.zeros(shape)  # sum of squared differences from the mean
         self._min, self._max = _empty_range(_seen_dtype(spec), shape)
@@ -182,14 +194,14 @@ class _Moments:
             or rows.shape[1:] != self._shape
             or not rows.ndim
         ):
-            rows = checked(self._path, self._spec, rows, np.shape(rows)[:1])
+            rows = check_value(self._path, self._spec, rows, np.shape(rows)[:1])
         n = len(rows)
         stop = self._n_waiting + n
         if stop > self._capacity:
             self._flush()
             stop = n
         if n > self._capacity // 2:
-            self._look_at(rows)
+            self._evaluate(rows)
             return
         self._waiting[stop - n : stop] = rows
         self._n_waiting = stop
@@ -197,9 +209,9 @@ class _Moments:
     def _flush(self) -> None:
         n, self._n_waiting = self._n_waiting, 0
         if n:
-            self._look_at(self._waiting[:n])
+            self._evaluate(self._waiting[:n])
 
-    def _look_at(self, rows: Array) -> None:
+    def _evaluate(self, rows: Array) -> None:
         if self.is_reduced:
             rows = np.ascontiguousarray(rows).reshape(-1)
         n_rows = max(1, _BLOCK_ELEMENTS // self._mean.size)
@@ -212,7 +224,7 @@ class _Moments:
     def _join(
         self, count: Array, n_nonfinite: Array, origin: Array, mean: Array, m2: Array, low: Array, high: Array
     ) -> None:
-        """Count also values of which these are the moments: the update of Chan, Golub and LeVeque."""
+        """Add the moments of further values: the update of Chan, Golub and LeVeque."""
         total = self._count + count
         share = count / np.maximum(total, 1)
         self._origin = np.where(self._count > 0, self._origin, origin)
@@ -260,7 +272,7 @@ class _Moments:
 
 @np.errstate(over="ignore", invalid="ignore")
 def _moments_of(rows: Array, origin: Array, count: Array, scratch: Array) -> tuple[Array, ...]:
-    """What `_STATE` names, of rows alone; the origin is chosen where nothing is counted yet."""
+    """The values that `_STATE` names, of these rows; chooses the origin of elements without a count."""
     is_finite = None if rows.dtype.kind != "f" else np.isfinite(rows)
     if is_finite is not None and not is_finite.all():
         return _finite_moments_of(rows, is_finite, origin, count)
@@ -294,7 +306,7 @@ def _seen_dtype(spec: Field) -> np.dtype[Any]:
 
 
 def _empty_range(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, Array]:
-    """A minimum and a maximum that give way to any other."""
+    """A minimum and a maximum that any value replaces."""
     if dtype.kind == "f":
         return np.full(shape, np.inf, dtype), np.full(shape, -np.inf, dtype)
     return np.full(shape, np.iinfo(dtype).max, dtype), np.full(shape, np.iinfo(dtype).min, dtype)
@@ -307,5 +319,57 @@ def _chosen(schema: Schema, fields: Iterable[str] | None) -> list[str]:
     found = {name: [path for path in schema if path == name or path.startswith(f"{name}/")] for name in names}
     lost = [name for name, paths in found.items() if not paths]
     if lost:
-        raise KeyError(f"no field {lost[0]!r}; there are {', '.join(schema)}")
+        raise KeyError(f"no field {lost[0]!r}; the fields are {', '.join(schema)}")
     return list(dict.fromkeys(path for paths in found.values() for path in paths))
+
+
+def _shared_moments(moments: Mapping[str, Array], rank: int, world_size: int) -> dict[str, Array]:
+    count = moments["count"]
+    own, nonfinite = (a // world_size + (rank < a % world_size) for a in (count, moments["n_nonfinite"]))
+    m2 = moments["m2"] * (own / np.maximum(count, 1))
+    return {**moments, "count": own, "n_nonfinite": nonfinite, "m2": m2}
+
+
+class ObservedStatistics:
+    """The statistics of a buffer; they begin once the schema is known.
+
+    Args:
+        schema: Of the store; None while it is not known.
+        chosen: False: none are kept. True: of all fields. Else the names of fields or groups.
+        saved: The state of a checkpoint to continue from.
+    """
+
+    def __init__(
+        self, schema: Schema | None, chosen: bool | tuple[str, ...], saved: Mapping[str, Any] | None
+    ) -> None:
+        self._chosen = chosen
+        self._running = self._begin(schema) if schema is not None else None
+        if self._running is not None and saved is not None:
+            self._running.load_state_dict(saved)
+
+    def _begin(self, schema: Schema) -> RunningStatistics | None:
+        if not self._chosen:
+            return None
+        return RunningStatistics(schema, fields=None if isinstance(self._chosen, bool) else self._chosen)
+
+    def update(self, schema: Schema, rows: Mapping[str, Array]) -> None:
+        """Count committed rows; called by the commit thread."""
+        if self._running is None:
+            self._running = self._begin(schema)
+        if self._running is not None:
+            self._running.update(rows)
+
+    def state_dict(self) -> dict[str, dict[str, Array]] | None:
+        return self._running.state_dict() if self._running is not None else None
+
+    def result(self) -> dict[str, dict[str, Any]]:
+        """See `RunningStatistics.result`; empty before the first commit.
+
+        Raises:
+            ValueError: No statistics are kept.
+        """
+        if not self._chosen:
+            raise ValueError(
+                "this buffer keeps no statistics; make it with statistics=True, or with names of fields"
+            )
+        return self._running.result() if self._running is not None else {}

@@ -2,13 +2,13 @@
 
 Locks of `sampling`, `writing` and `replay`, outermost first. A thread that holds a lock waits only for later ones:
 
-1. ``ReplayBuffer._ending`` (one thread closes), ``CheckpointSchedule._lock`` (one capture at a time),
-   ``Mixture._lock``, ``ReplayBuffer._changed`` (threads that wait until enough steps are there).
+1. ``Session._ending`` (one thread closes), ``CheckpointSchedule._lock`` (one capture at a time),
+   ``Mixture._lock``, ``Readiness._appended`` (threads that wait until enough steps are there).
 2. ``BatchIterator._turn``: one thread at a time takes a batch. It is held while ``admit`` waits.
 3. ``BatchAssembler.lock``: the index, the cache, and everything derived from them; held while a batch is read.
 4. ``GarbageCollector._sweeping``, then ``_publishing``: one sweep, one publication of marks at a time.
-5. ``Writer._lock``: the staged steps. `Writer.staged` does not wait for it while another thread appends, unless its
-   caller asks for that.
+5. ``WriterLifecycle.lock``, the writer's: the staged steps. `Writer.locked_staging` does not wait for it while another
+   thread appends, unless its caller asks for that.
 6. Held for a moment: ``WriterInbox.lock``, ``CommitThread._condition``, ``SamplesPerInsert._changed``,
    ``RunningStatistics._lock``, ``GarbageCollector._condition``, ``CompressedTier._lock``,
    ``CheckpointWriter._lock``, ``CheckpointRequests._condition``. ``StoreNotes._lock`` and
@@ -34,7 +34,7 @@ from trajstore.cache.chunk_cache import ChunkCache
 from trajstore.errors import DataError, EpisodeNotFoundError, NotReadyError
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
-from trajstore.sampling.batch_plan import WHOLE, BatchPlan, BatchPlanner
+from trajstore.sampling.batch_plan import PER_WINDOW_KEYS, BatchPlan, BatchPlanner
 from trajstore.sampling.cached_rows import CachedRows
 from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.episode_index import EpisodeIndex
@@ -402,4 +402,4 @@ def _with_window_axis(outs: Mapping[str, torch.Tensor], windows: Windows) -> dic
     """Outputs with the axis of the window, which squeezed batches lack."""
     if not windows.squeeze:
         return dict(outs)
-    return {key: out if key in WHOLE else out.unsqueeze(1) for key, out in outs.items()}
+    return {key: out if key in PER_WINDOW_KEYS else out.unsqueeze(1) for key, out in outs.items()}

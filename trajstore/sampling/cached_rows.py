@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import ChunkCache, RowRequest
+from trajstore.cache.chunk_cache import ChunkCache
+from trajstore.cache.row_request import RowRequest
 from trajstore.errors import ClosedError, CorruptionError, NotReadyError
 from trajstore.sampling.episode_tensors import EpisodeTensors
 from trajstore.schema import Array, Schema

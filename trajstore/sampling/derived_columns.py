@@ -18,7 +18,7 @@ from trajstore.sampling.index_entries import handles_of
 from trajstore.sampling.step_table import EVICTED, PAST_END, StepTable
 from trajstore.sampling.stored_column import StoredColumn
 from trajstore.sampling.window_starts import DrawnWindows
-from trajstore.sampling.windows import relative
+from trajstore.sampling.windows import relative_positions
 from trajstore.schema import Array, Field
 from trajstore.writing.writer import Writer
 
@@ -151,7 +151,7 @@ class DerivedColumns:
 
     def _places(self, kind: WindowKind, draw: DrawnWindows) -> tuple[Array, Array, Array]:
         """Entries and positions of a batch's steps, moved to the nearest that exists, and which do."""
-        wanted = draw.start[:, None] + relative(kind.windows, self._source.device)
+        wanted = draw.start[:, None] + relative_positions(kind.windows, self._source.device)
         chains = kind.starts.chains
         if chains is not None:
             found = chains.steps(draw.entry, wanted)

@@ -14,15 +14,15 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import RowRequest
-from trajstore.cache.page_table import UNSIGNED
+from trajstore.cache.row_request import RowRequest
+from trajstore.cache.tensor_dtypes import SIGNED_VIEW
 from trajstore.errors import DataError, SnapshotExpiredError
 from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
 from trajstore.sampling.batch_plan import BatchPlan
 from trajstore.sampling.index_entries import HAS_FINAL
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows
-from trajstore.sampling.windows import Windows, relative
+from trajstore.sampling.windows import Windows, relative_positions
 from trajstore.schema import Array, Schema, nest, selected_paths
 
 Strategy = Literal["future", "final", "episode", "random"]
@@ -177,12 +177,13 @@ class Relabeller:
         n = index.logical.device[entry + 1] - index.logical.device[entry] - has_final
         last = n - 1 + has_final if goals.has_final else n - 1
         first = torch.where(start < 0, start.remainder(spec.stride), start)
-        steps = torch.minimum((start[:, None] + relative(spec, index.device)).clamp(min=0), n[:, None] - 1)
+        position = start[:, None] + relative_positions(spec, index.device)
+        steps = torch.minimum(position.clamp(min=0), n[:, None] - 1)
         return _Places(entry, n, last, -index.t_base.device[entry], first, steps)
 
     def _asked(self, plan: BatchPlan, spec: Windows, places: _Places) -> dict[str, _Asked]:
         """What follows from the goal, by key of the batch."""
-        reward, valid, after = self._source.schema.reward, plan.known["valid"], plan.after
+        reward, valid, after = self._source.schema.reward, plan.known["valid"], plan.targets
         asked: dict[str, _Asked] = {}
         if reward is not None and reward in plan.wanted:
             at = self._reward_steps(reward, spec, places)
@@ -193,7 +194,7 @@ class Relabeller:
             # Of rewards that arrive with the observation too, the first is that of the next step.
             ahead = torch.arange(spec.n_range[1], device=self._source.device)
             position = places.steps[..., None] + 1 + ahead
-            asked[_RETURN] = places.asked(position, ahead < after.taken[..., None], valid[..., None])
+            asked[_RETURN] = places.asked(position, ahead < after.n_steps[..., None], valid[..., None])
         if self.options.terminated is not None:
             asked[_TERMINATED] = places.asked(places.steps + 1, valid, valid)
         return asked
@@ -348,13 +349,13 @@ class _Edit:
             found[key] = ends.reshape(self.asked[key].position.shape)
         terminated = _where(self._is_changed(_TERMINATED), found[_TERMINATED], plan.known[_TERMINATED])
         plan = replace(plan, known={**plan.known, _TERMINATED: terminated})
-        if plan.after is None or _RETURN not in found:
+        if plan.targets is None or _RETURN not in found:
             return plan
         # Rewards count up to the step that terminates; what lies behind it is another matter.
         ends = found[_RETURN] & self._is_changed(_RETURN)
-        taken = torch.minimum(plan.after.taken, (ends.cumsum(-1) == 0).sum(-1) + 1)
-        is_terminal = torch.where(self.chosen[:, None], ends.any(-1), plan.after.is_terminal)
-        return replace(plan, after=replace(plan.after, taken=taken, is_terminal=is_terminal))
+        taken = torch.minimum(plan.targets.n_steps, (ends.cumsum(-1) == 0).sum(-1) + 1)
+        is_terminal = torch.where(self.chosen[:, None], ends.any(-1), plan.targets.is_terminal)
+        return replace(plan, targets=replace(plan.targets, n_steps=taken, is_terminal=is_terminal))
 
 
 def _goals(schema: Schema, options: Hindsight) -> _Goals:
@@ -427,6 +428,6 @@ def _spread(values: torch.Tensor, n_axes: int) -> torch.Tensor:
 
 def _where(mask: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """New values where the mask, whose axes are the first, says so."""
-    bits = UNSIGNED.get(old.dtype, old.dtype)
+    bits = SIGNED_VIEW.get(old.dtype, old.dtype)
     mask = mask.reshape(*mask.shape, *(1,) * (old.dim() - mask.dim()))
     return torch.where(mask, new.view(bits), old.view(bits)).view(old.dtype)

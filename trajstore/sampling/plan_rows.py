@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import RowRequest
+from trajstore.cache.row_request import RowRequest
 from trajstore.errors import SnapshotExpiredError
 from trajstore.sampling.batch_plan import BatchPlan
 from trajstore.sampling.change_log import MovedRows

@@ -93,6 +93,16 @@ class Reader:
             PrioritySampler(self._source, priorities, self._steps) if priorities is not None else None
         )
 
+    @property
+    def assembler(self) -> BatchAssembler:
+        """Plans and reads the batches, for code that extends trajstore; not a stable interface."""
+        return self._source
+
+    @property
+    def rng(self) -> CounterRng:
+        """The random numbers of the draws; checkpoints keep its position."""
+        return self._rng
+
     def refresh(self) -> None:
         """Show what has been committed meanwhile; costs what is new and what is open."""
         with self._source.lock:

@@ -47,7 +47,7 @@ class WriterFollower:
 
     def start(self) -> None:
         """Let the writer report from now on. This can't be undone."""
-        self._writer.follow(self.episodes.inbox)
+        self._writer.set_append_listener(self.episodes.inbox)
 
     @property
     def record(self) -> CommitRecord | None:
@@ -71,7 +71,7 @@ class WriterFollower:
         if self._is_torn:
             raise DataError("this reader lost track of its writer in an earlier error; make a new reader")
         rows = self._rows
-        with self._writer.staged(blocking=waits or not rows.has_cache) as staging:
+        with self._writer.locked_staging(blocking=waits or not rows.has_cache) as staging:
             if not rows.has_cache and not self._make_cache(staging):
                 return None
             self._is_torn = True  # until everything that is taken is where it belongs

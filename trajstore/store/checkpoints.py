@@ -27,9 +27,9 @@ from trajstore.errors import (
     SchemaError,
     StorageError,
 )
+from trajstore.format.argument_checks import check_count
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.checkpoint_record import Checkpoint, StreamExtent, checkpoint_to_bytes, parse_checkpoint
-from trajstore.format.commit_record import check_count
 from trajstore.format.ids import is_stream_id, new_id
 from trajstore.format.zarr_json import GROUP, to_json_bytes
 from trajstore.schema import check_name

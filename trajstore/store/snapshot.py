@@ -84,7 +84,7 @@ class Snapshot:
         if missing := [name for name in cuts if name not in records]:
             raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
         try:
-            ended = {name: cut.of(records[name]) for name, cut in cuts.items()}
+            ended = {name: cut.truncate(records[name]) for name, cut in cuts.items()}
         except CorruptionError as error:
             raise CorruptionError(f"{where}: {error}") from error
         streams = {name: _Stream(StreamReader(storage, record)) for name, record in ended.items()}
@@ -166,7 +166,7 @@ class Snapshot:
             episodes = tuple(sorted(discarded.get(r.shown_as, ())))
             cut = StreamExtent(min(marks[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
             if cut.first < cut.stop:
-                cuts[r.id] = replace(cut, record=cut.of(r)) if r.is_sealed else cut
+                cuts[r.id] = replace(cut, record=cut.truncate(r)) if r.is_sealed else cut
         return cuts
 
     def __getstate__(self) -> dict[str, Any]:

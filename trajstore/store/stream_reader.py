@@ -13,7 +13,8 @@ from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
 from trajstore.schema import Array
 from trajstore.storage import Storage
-from trajstore.writing.stream_appender import _WAVE_CHUNKS
+
+_WAVE_CHUNKS = 64
 
 
 class ChunkError(CorruptionError):

@@ -393,7 +393,7 @@ class _Verification:
                 self._problem(where, f"its commit record: {newest}")
                 continue
             try:
-                records[stream] = kept.of(newest)
+                records[stream] = kept.truncate(newest)
                 if kept.record is not None and kept.record.layouts != records[stream].layouts:
                     self._problem(where, "its copy of the commit record describes other arrays")
             except CorruptionError as error:

@@ -29,7 +29,7 @@ from trajstore.sampling.batch_plan import RESERVED
 from trajstore.sampling.hindsight import Hindsight
 from trajstore.sampling.priority_options import Priorities
 from trajstore.sampling.windows import Windows
-from trajstore.schema import Array, Field, Schema, as_array, check_paths, checked, flatten, nest
+from trajstore.schema import Array, Field, Schema, as_array, check_paths, check_value, flatten, nest
 from trajstore.store import checkpoints
 from trajstore.store.store import Store
 from trajstore.store.store import open as open_store
@@ -636,7 +636,7 @@ def _check_steps(schema: Schema, step: Mapping[str, Any], n: int) -> None:
     """Refuse a batch that could not be appended."""
     check_paths(schema.fields, step)
     for path, field in schema.fields.items():
-        checked(path, field, step[path], (n,))
+        check_value(path, field, step[path], (n,))
 
 
 def _one_each(name: str, value: Any, n: int) -> Array:

@@ -14,7 +14,7 @@ from trajstore.schema import Array, Field
 
 def random_numbers(buffer: ReplayBuffer) -> CounterRng:
     """The numbers that the buffer draws by; checkpoints keep how far they were used."""
-    return buffer.reader._rng
+    return buffer.reader.rng
 
 
 def priority_table(buffer: ReplayBuffer) -> PriorityColumn:
@@ -25,12 +25,12 @@ def priority_table(buffer: ReplayBuffer) -> PriorityColumn:
 def priorities_of(buffer: ReplayBuffer, handles: Array) -> torch.Tensor:
     """Priorities of steps that are in the buffer, float64 on its device."""
     reader = buffer.reader
-    with reader._source.lock:
-        reader._source.publish(waits=True)
+    with reader.assembler.lock:
+        reader.assembler.publish(waits=True)
         reader.follow_priorities()
         table = reader._sampler.table
         values = table.get(table.steps.addresses_of(handles))
-    return torch.from_numpy(values.astype(np.float64)).to(reader._source.device)
+    return torch.from_numpy(values.astype(np.float64)).to(reader.assembler.device)
 
 
 def begin_priorities(buffer: ReplayBuffer, initial: float) -> None:
@@ -38,14 +38,14 @@ def begin_priorities(buffer: ReplayBuffer, initial: float) -> None:
 
     Called before anything is asked of the buffer: the steps that are there get their priorities then.
     """
-    state = buffer._start.state
+    state = buffer.session.start.state
     if state is None or "priorities" not in state["reader"]:
         priority_table(buffer).largest = initial
 
 
 def unused_position(buffer: ReplayBuffer) -> int:
     """A position above all that sessions before this one gave to any row; 0 where there were none."""
-    start = buffer._start
+    start = buffer.session.start
     if start.checkpoint is None and all(record.world == buffer.world for record in start.store.snapshot.streams):
         return 0
     # Ids hold the time in milliseconds, and no row takes 2**20 steps in one of them.
@@ -61,11 +61,9 @@ def keep_column(buffer: ReplayBuffer, name: str, handles: Array, values: Array) 
 
 def sweep(buffer: ReplayBuffer, rows: Rows) -> None:
     """Take away the steps that rows have given up, as the buffer's own limits do."""
-    with buffer._source.lock:
-        buffer._source.publish(waits=True)  # may fail, as storage does: before rows forget what is to go
+    assembler = buffer.reader.assembler
+    with assembler.lock:
+        assembler.publish(waits=True)  # may fail, as storage does: before rows forget what is to go
         stream, episode, floor = rows.forget()
         if len(stream):
-            buffer._retainer._evict("steps", stream, episode, floor)
-            buffer._reader.follow_priorities()
-            buffer._reader.follow_columns()
-            buffer._tell_marks()
+            buffer.session.eviction.evict_below(stream, episode, floor)

@@ -143,7 +143,7 @@ class ReplayBuffer:
         intake.steps(steps, lead, finals or None)
         intake.finals(finals or None, lead)
         n_rows = ends.numel() + (int(ends.sum()) if finals else 0)
-        with self.memory._writer.staged(blocking=True) as staging:
+        with self.memory.session.writer.locked_staging(blocking=True) as staging:
             if staging is not None and n_rows > staging.capacity:
                 raise DataError(
                     f"extend: expected at most {staging.capacity} rows, got {n_rows}; raise buffer_bytes"

@@ -96,7 +96,7 @@ class Log:
             if paged
             else None
         )
-        with self._writer.staged(blocking=True) as staging:
+        with self._writer.locked_staging(blocking=True) as staging:
             assert staging is not None  # the store has a schema
             self.block_rows = max(1, min(_BLOCK_ROWS, staging.capacity // 4))
 

@@ -14,8 +14,8 @@ from torchrl.data import find_start_stop_traj
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler
 
 from trajstore.errors import DataError, NotReadyError
-from trajstore.sampling.sum_tree import NOTHING, SumTree
-from trajstore.sampling.windows import Windows, relative
+from trajstore.sampling.sum_tree import NO_POSITIVE_MASS, SumTree
+from trajstore.sampling.windows import Windows, relative_positions
 
 Key = str | tuple[str, ...]
 _TOTAL = 1 << 61  # of all masses at the most
@@ -69,7 +69,7 @@ class WindowSampler(Sampler):  # type: ignore[misc]
         episode = torch.searchsorted(starts, drawn, right=True)
         offset = drawn - torch.where(episode > 0, starts[episode - 1], 0)
         start = self._windows.start(offset, lengths[episode])
-        steps = relative(self._windows, start.device)
+        steps = relative_positions(self._windows, start.device)
         position = start[:, None] + steps
         inside = position.clamp(min=0).minimum(lengths[episode, None] - 1)
         time = (first[episode, None] + inside) % storage.shape[0]
@@ -194,7 +194,7 @@ class PrioritisedSampler(PrioritizedSampler):  # type: ignore[misc]
         drawn = torch.randint(total, (batch_size,), generator=self._rng or self._own_rng)
         index = self._sum_tree.find(drawn)
         smallest = int(self._sum_tree.smallest)
-        assert smallest != NOTHING  # there is something to draw
+        assert smallest != NO_POSITIVE_MASS  # there is something to draw
         weight = (self._sum_tree.get(index).double() / smallest).pow(-self._beta).float()
         places = torch.unravel_index(index, storage.shape) if storage.ndim > 1 else index
         return places, {"priority_weight": weight}

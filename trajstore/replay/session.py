@@ -1,0 +1,363 @@
+"""One open session of a buffer: the objects that its parts share, and how they begin and end together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trajstore.errors import ClosedError, RankError
+from trajstore.format.commit_record import CommitRecord
+from trajstore.replay.appending import Appending
+from trajstore.replay.capture import Capture
+from trajstore.replay.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
+from trajstore.replay.drawing import Drawing
+from trajstore.replay.eviction import Eviction
+from trajstore.replay.evictor import Evictor
+from trajstore.replay.options import ReplayOptions, to_json
+from trajstore.replay.policy_versions import PolicyVersions
+from trajstore.replay.readiness import Readiness
+from trajstore.replay.retention import Retention
+from trajstore.replay.session_start import SessionStart
+from trajstore.replay.session_state import Counters, as_tensors
+from trajstore.replay.statistics import ObservedStatistics
+from trajstore.replay.turns import TurnTaking
+from trajstore.sampling.reader import Reader
+from trajstore.sampling.rng import rank_seed
+from trajstore.schema import Schema
+from trajstore.store import checkpoints
+from trajstore.store.garbage_collection import GarbageCollector
+from trajstore.store.snapshot import Snapshot
+from trajstore.store.store import Store
+from trajstore.writing.writer import Writer
+
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """Everything that belongs to one open buffer. `open_session` makes one; `close` or `release` ends it.
+
+    Locks are taken in this order: ``assembler.lock``, then the writer's. The commit thread takes neither of them.
+
+    Attributes:
+        start: How the session began.
+        options: What the buffer was made with.
+        writer: Appends to the session's own stream.
+        reader: Draws and assembles batches.
+        evictor: Applies the limits.
+        collector: Frees storage in the background.
+        schedule: Takes checkpoints and has them written.
+        appending, drawing, eviction, versions, readiness: The parts of the buffer.
+    """
+
+    writer: Writer
+    reader: Reader
+    evictor: Evictor
+    collector: GarbageCollector
+    schedule: CheckpointSchedule
+    appending: Appending
+    drawing: Drawing
+    eviction: Eviction
+    versions: PolicyVersions
+
+    def __init__(self, start: SessionStart) -> None:
+        self.start = start
+        self.options: ReplayOptions = start.options
+        self.store: Store = start.store
+        self.storage = start.store.snapshot.storage
+        self.group = start.group
+        self.pace = start.options.samples_per_insert
+        self.turns = TurnTaking()
+        self.readiness = Readiness(self.count)
+        saved = start.state.get("statistics") if start.state is not None else None
+        self.statistics = ObservedStatistics(start.store.schema, start.options.statistics, saved)
+        self.is_closed = False
+        self._is_closing = False
+        self._ending = threading.RLock()
+        self._pid = os.getpid()
+
+    # ---- the beginning
+
+    def open(self) -> None:
+        """Open the writer and connect all parts; with several ranks, wait until all of them are ready."""
+        start, options, group = self.start, self.options, self.group
+        self.writer = self.store.writer(
+            options.name,
+            commit_steps=options.commit_steps,
+            commit_seconds=options.commit_seconds,
+            buffer_bytes=options.buffer_bytes,
+            rank=options.rank,
+            world_size=options.world_size,
+            world=group.id,
+            checkpoint=start.checkpoint.id if start.checkpoint is not None else None,
+            dead=start.dead,
+        )
+        try:
+            # Evicted rows stay evicted for readers: of all records, only those of the newest sessions count.
+            self.writer.set_view(first_rows=start.first_marks())
+            self._connect()
+            if group.size > 1:
+                self._meet()
+            if start.plan is not None:
+                _log.info("rank %d of %d:\n%s", group.rank, group.size, start.plan.report)
+            self.schedule.start(is_back=start.is_back)
+        except BaseException:
+            self._end_threads()
+            raise
+
+    def _connect(self) -> None:
+        start, options = self.start, self.options
+        shown = start.first_shown()
+        self.reader = Reader(
+            shown,
+            device=options.device,
+            cache_bytes=options.cache_bytes,
+            host_cache_bytes=options.host_cache_bytes,
+            seed=rank_seed(options.seed, self.group.rank, self.group.size),
+            writer=self.writer,
+            priorities=options.priorities,
+            as_tensordict=options.as_tensordict,
+            compiled=options.compiled,
+            streams=start.state["order"]["streams"] if start.state else (),
+        )
+        self.evictor = Evictor(self.reader.assembler, Retention.of(options.capacity))
+        self._connect_parts()
+        if start.state is not None:
+            self._restore(start.state)
+        self.evictor.follow(shown)
+        if options.statistics:
+            self.writer.set_commit_observer(self.statistics.update)
+        self.reader.assembler.published = self.eviction.apply_limits
+        if (start.checkpoint is not None or start.is_back) and self.store.schema is not None:
+            self.writer.publish_view()  # from now on, what this session wants of older streams counts
+
+    def _connect_parts(self) -> None:
+        start, options, assembler = self.start, self.options, self.reader.assembler
+        iterators = start.state["iterators"] if start.state is not None else ()
+        self.appending = Appending(assembler, self.pace, self.turns, self.readiness)
+        self.drawing = Drawing(self.reader, self.pace, self.turns, self.refresh, iterators)
+        self.versions = PolicyVersions(self.reader)
+        self.collector = GarbageCollector(
+            self.storage, self.writer, grace_s=options.grace_s, pins=self._pins, records=self._records
+        )
+        is_shared = self.group.size > 1 and options.share == "whole"  # others may evict steps that are shown here
+        capture = Capture(
+            assembler,
+            self.writer,
+            self.turns,
+            self.state,
+            self.statistics.state_dict,
+            self.follow_others if is_shared else None,
+        )
+        self.schedule = CheckpointSchedule(
+            self.storage,
+            self.group,
+            start.checkpoint.id if start.checkpoint is not None else None,
+            self.collector.check_pins,
+            self.writer.wait,
+            capture.take,
+            CheckpointOptions(options.attend_s, options.checkpoint_seconds, options.keep_checkpoints),
+        )
+        first_rows = {record.id: record.first_row for record in self.store.snapshot.streams}
+        self.eviction = Eviction(
+            self.evictor,
+            self.reader,
+            self.writer,
+            self.collector,
+            lambda: self.schedule.held,
+            start.shown_by_checkpoint,
+            first_rows,
+        )
+
+    def _meet(self) -> None:
+        """Publish what this rank wants of older streams before any rank continues: what no rank wants is freed."""
+        if self.store.schema is not None:
+            self.writer.wait(self.writer.publish_view())
+        if not self.start.is_back:
+            self.group.gather("ready", True)
+        if self.start.checkpoint is not None:
+            with self.reader.assembler.lock:
+                self.eviction.publish_marks()  # from here on, other ranks decide about the episodes they received
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the state of a checkpoint."""
+        counters = Counters.from_tree(state["counters"])
+        if counters.policy_version is not None:
+            self.versions.restore(counters.policy_version)
+        assembler = self.reader.assembler
+        with assembler.lock:
+            assembler.arrange(state["order"], growing=self.start.growing)
+            self.evictor.load_state_dict(state["retention"], self.start.known_spans)
+            self.reader.load_state_dict(as_tensors(state["reader"]))
+        self.drawing.n_sampled, self.drawing.n_redrawn = counters.sampled, counters.redrawn
+        self.eviction.bytes_per_step = counters.bytes_per_step
+        if self.pace is not None and state["limiter"] is not None:
+            self.pace.load_state_dict(state["limiter"])
+
+    # ---- while it is open
+
+    @property
+    def schema(self) -> Schema | None:
+        return self.writer.schema or self.store.schema
+
+    def count(self) -> tuple[int, int]:
+        """The number of steps and of episodes that can be sampled."""
+        self.check()
+        assembler = self.reader.assembler
+        with assembler.lock:
+            assembler.publish()
+            return assembler.index.n_steps, assembler.index.n_episodes
+
+    def refresh(self) -> None:
+        self.check()
+        self.follow_others()
+
+    def follow_others(self) -> None:
+        """Show what other sessions have committed since; the cost is proportional to the new data."""
+        self.store.refresh()
+        assembler = self.reader.assembler
+        with assembler.lock:
+            fresh = self.start.shown()
+            assembler.follow(fresh)
+            self.evictor.follow(fresh)
+
+    def state(self) -> dict[str, Any]:
+        """Everything in memory that a resume needs; called with the assembler's and the writer's lock held."""
+        iterators = self.drawing.iterator_states()  # first: this takes back what was prefetched
+        counters = Counters(
+            self.drawing.n_sampled,
+            self.drawing.n_redrawn,
+            self.eviction.bytes_per_step,
+            self.versions.current,
+        )
+        return {
+            "options": to_json(self.options),
+            "order": self.reader.assembler.order(),
+            "reader": self.reader.state_dict(),
+            "retention": self.evictor.state_dict(),
+            "iterators": iterators,
+            "limiter": self.pace.state_dict() if self.pace is not None else None,
+            "counters": counters.to_tree(),
+        }
+
+    def flush(self) -> None:
+        """Make appended, written-back and evicted steps durable, and wait for checkpoints being written."""
+        self.check()
+        self.writer.commit()
+        if self.reader.has_columns:
+            assembler = self.reader.assembler
+            with assembler.lock:
+                assembler.publish()  # committed rows have their values stored by row
+                self.reader.save_columns(self.writer)
+            self.writer.commit()
+        self.eviction.hide_removed()
+        self.schedule.wait()
+
+    def check_process(self) -> None:
+        """Refuse a call in another process. Comes before any lock: a forked child may find it held for ever."""
+        if self._pid != os.getpid():
+            raise ClosedError(
+                f"the buffer at {self.store.url} belongs to process {self._pid}; open one in this process"
+            )
+
+    def check_open(self) -> None:
+        self.check_process()
+        if self.is_closed:
+            raise ClosedError(f"the buffer at {self.store.url} is closed")
+
+    def check(self) -> None:
+        """Refuse a call on a closed buffer, and raise what failed in the background."""
+        self.check_open()
+        self.schedule.raise_pending()
+        self.collector.raise_pending()
+        self.writer.raise_pending()
+
+    def _pins(self) -> dict[str, int]:
+        return checkpoints.pins(self.storage)
+
+    def _records(self) -> tuple[CommitRecord, ...]:
+        return Snapshot.load(self.storage, self.schema).streams
+
+    # ---- the end
+
+    @property
+    def is_ending(self) -> bool:
+        return self.is_closed or self._is_closing
+
+    def close(self) -> None:
+        """Commit, end open episodes as cut, wait for checkpoints, free memory; callable again after an error."""
+        self.check_process()
+        with self._ending:
+            if not self.is_closed:
+                self._close()
+
+    def _close(self) -> None:
+        if not self.writer.is_closed:
+            self.writer.commit()
+            self._apply_limits_last()
+        self._is_closing = self.eviction.is_closing = True
+        errors = [e for end in (self.schedule.close, self.collector.close) if (e := failure_of(end))]
+        self.eviction.write_final_marks()
+        self.writer.close()
+        self.is_closed = True
+        errors += [e for e in (failure_of(self.group.leave),) if e]
+        self._free()
+        if errors:
+            raise errors[0]
+
+    def _apply_limits_last(self) -> None:
+        assembler = self.reader.assembler
+        with assembler.lock:
+            try:
+                assembler.publish()
+            except ValueError:  # `cache_bytes` is too small for the appended steps, and nothing was sampled before:
+                if assembler.has_cache:  # the next session applies its limits
+                    raise
+
+    def release(self) -> None:
+        """End all threads; steps that are not durable are lost."""
+        self.is_closed = self._is_closing = self.eviction.is_closing = True
+        if self.pace is not None:
+            self.pace.close()
+        self.schedule.cancel()
+        self._end_threads()
+        failure_of(self.group.leave)
+        self.writer._release()
+        self._free()
+
+    def _free(self) -> None:
+        if self.pace is not None:
+            self.pace.close()
+        with self.reader.assembler.lock:
+            self.reader.assembler.close()
+
+    def _end_threads(self) -> None:
+        """End the threads that have been started so far; failures do not matter any more."""
+        for name in ("schedule", "collector"):
+            if part := getattr(self, name, None):
+                failure_of(part.close)
+        failure_of(self.writer.discard)
+
+
+def open_session(start: SessionStart) -> Session:
+    """Open a session; if that fails, the other ranks learn that they need not wait for this one."""
+    session = Session(start)
+    try:
+        session.open()
+    except BaseException as failure:
+        start.group.is_closing.set()
+        if not isinstance(failure, RankError):
+            failure_of(start.group.leave)
+        raise
+    return session
+
+
+def failure_of(call: Callable[[], None]) -> Exception | None:
+    """Make a call; returns the exception that it raised."""
+    try:
+        call()
+    except Exception as failure:
+        return failure
+    return None
