@@ -7,8 +7,8 @@ Locks of `sampling`, `writing` and `replay`, outermost first. A thread that hold
 2. ``BatchIterator._turn``: one thread at a time takes a batch. It is held while ``admit`` waits.
 3. ``BatchAssembler.lock``: the index, the cache, and everything derived from them; held while a batch is read.
 4. ``GarbageCollector._sweeping``, then ``_publishing``: one sweep, one publication of marks at a time.
-5. ``WriterLifecycle.lock``, the writer's: the staged steps. `Writer.locked_staging` does not wait for it while another
-   thread appends, unless its caller asks for that.
+5. ``WriterLifecycle.lock``, the writer's: the staged steps. `Writer.locked_staging` does not wait for it while
+   another thread appends, unless its caller asks for that.
 6. Held for a moment: ``WriterInbox.lock``, ``CommitThread._condition``, ``SamplesPerInsert._changed``,
    ``RunningStatistics._lock``, ``GarbageCollector._condition``, ``CompressedTier._lock``,
    ``CheckpointWriter._lock``, ``CheckpointRequests._condition``. ``StoreNotes._lock`` and
