@@ -32,7 +32,7 @@ _COMMIT_THREAD = "trajstore-commit"
 
 
 class LockOrder:
-    """What threads did with traced locks.
+    """A record of how threads took traced locks.
 
     Attributes:
         nested: Names of a lock that a thread held and of one that it waited for.
@@ -73,13 +73,13 @@ class LockOrder:
 
 
 class TracedLock:
-    """A lock that tells a `LockOrder` who takes it; also the lock of a condition."""
+    """A lock that reports to a `LockOrder` which threads take it; also the lock of a condition."""
 
     def __init__(self, lock: Any, name: str, order: LockOrder) -> None:
         self._lock, self.name, self._order = lock, name, order
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if blocking and timeout < 0:  # who does not wait for ever is in nobody's way
+        if blocking and timeout < 0:  # a thread that gives up cannot be part of a deadlock
             self._order.before_wait(self)
         is_taken = bool(self._lock.acquire(blocking, timeout))
         if is_taken:
@@ -96,7 +96,7 @@ class TracedLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    # What a condition asks of its lock.
+    # Methods that a condition calls on its lock.
 
     def _is_owned(self) -> bool:
         return self in self._order.held

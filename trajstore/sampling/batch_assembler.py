@@ -3,7 +3,7 @@
 Locks of `sampling`, `writing` and `replay`, outermost first. A thread that holds a lock waits only for later ones:
 
 1. ``Session._ending`` (one thread closes), ``CheckpointSchedule._lock`` (one capture at a time),
-   ``Mixture._lock``, ``Readiness._appended`` (threads that wait until enough steps are there).
+   ``Mixture._lock``, ``Readiness._appended`` (threads that wait for enough steps).
 2. ``BatchIterator._turn``: one thread at a time takes a batch. It is held while ``admit`` waits.
 3. ``BatchAssembler.lock``: the index, the cache, and everything derived from them; held while a batch is read.
 4. ``GarbageCollector._sweeping``, then ``_publishing``: one sweep, one publication of marks at a time.

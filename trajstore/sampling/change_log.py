@@ -1,4 +1,4 @@
-"""What changed in an episode index, in order: one account that plans and derived tables follow.
+"""The log of changes of an episode index: one account that plans and derived tables follow.
 
 Every change has a version number, one more than the change before. A plan or a table that is derived from the index
 remembers the version it was made at, and asks the log for the changes since then. The log forgets old changes; it
@@ -17,7 +17,7 @@ from trajstore.schema import Array
 
 Change = TypeVar("Change")
 
-_MAX_REMOVALS = 1 << 12  # a limit of a buffer evicts 1/256 of it at a time, so all steps leave 16 times meanwhile
+_MAX_REMOVALS = 1 << 12  # one eviction frees 1/256 of a limit, so these replace the buffer 16 times
 _MAX_REMOVED_RANGES = 1 << 17
 _MAX_MOVES = 1 << 14
 _MAX_MOVED_ROWS = 1 << 18
@@ -50,7 +50,7 @@ class BoundedLog(Generic[Change]):
             self._n_rows -= n_rows
 
     def forget(self, version: int) -> None:
-        """Forget all changes up to a version, so that whoever has seen less starts over."""
+        """Forget all changes up to a version, so that followers of earlier versions start over."""
         self._changes.clear()
         self._n_rows, self._forgotten = 0, version
 

@@ -30,7 +30,7 @@ class EpisodeIndex(EpisodeTensors):
             their steps are evicted.
         followed_stream: Id of the stream whose episodes come by `set_live` and not with snapshots; "" for none.
         overrides: Facts that a redistribution gave to episodes.
-        changes: What changed, in order.
+        changes: The log of all changes, in order.
     """
 
     def __init__(self, device: torch.device, kernels: ModuleType | None = None) -> None:

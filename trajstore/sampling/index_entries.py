@@ -1,4 +1,4 @@
-"""What an episode index says of an episode: flags, row locations, and entries that are to be written into it."""
+"""Facts that an episode index holds about an episode: flags, row locations, and entries to write into the index."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class LiveEpisodes:
         changes: Records aborted episodes and released live rows.
 
     Attributes:
-        inbox: What the writer reports to.
+        inbox: Receives the reports of the writer.
         pages: Pages of live rows.
         keeps_arrivals: Whether to remember the order in which rows arrive, for `take_arrivals`.
     """

@@ -39,7 +39,7 @@ class Amendment:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What a writer reported since the last time.
+    """Reports of a writer since the reader last took them.
 
     ``blocks`` are paired with the values they had at one moment, under the inbox's lock.
     """
