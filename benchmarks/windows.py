@@ -26,6 +26,7 @@ from trajstore.format.spans import SPAN_FLOATS, SPAN_INTS, End, Spans, VisibleSp
 from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.episode_index import EpisodeIndex
 from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.snapshot_follower import SnapshotFollower
 from trajstore.sampling.window_starts import WindowStarts
 
 BATCH, LENGTH = 256, 32
@@ -373,7 +374,7 @@ def index_of(n_episodes: int, n_steps: int) -> EpisodeIndex:
     spans = Spans(ints, np.zeros((n_episodes, len(SPAN_FLOATS))))
     part = VisibleSpans(0, 0, spans, (SPAN_INTS, SPAN_FLOATS), first_row=0, is_finished=True)
     index = EpisodeIndex(torch.device("cpu"))
-    index.update(
+    SnapshotFollower(index).follow(
         SimpleNamespace(names=("none",), streams=(SimpleNamespace(id="none", rank=None),), parts=lambda: [part])
     )
     return index

@@ -20,6 +20,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 
+from tests.support.lock_order import LockOrder, traced_locks
+
 # In CI the same examples every time; elsewhere new ones, so that bugs are found by whoever can mend them.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("dev", deadline=None)
@@ -49,6 +51,13 @@ def _bounded_memory() -> Iterator[None]:
     if _resident_bytes() > _held[0] + _MUCH:
         gc.collect()
         _held[0] = _resident_bytes()
+
+
+@pytest.fixture
+def lock_order() -> Iterator[LockOrder]:
+    """Fail a test whose threads take locks against `LOCK_ORDER`."""
+    with traced_locks() as order:
+        yield order
 
 
 @pytest.fixture(autouse=True)

@@ -926,7 +926,7 @@ def test_a_checkpoint_waits_for_room_and_is_complete_then(
 
 def test_arguments_of_another_kind_are_refused_by_name(memory: str) -> None:
     with new_buffer(memory, priorities=Priorities()) as buffer:
-        with pytest.raises(NotReadyError, match="nothing is appended yet"):
+        with pytest.raises(NotReadyError, match="no step was appended yet"):
             new_buffer(f"{memory}-other", schema=None).sample(4)
         fill(buffer, 0, 8)
         batch = buffer.sample(2)
@@ -1091,6 +1091,7 @@ def test_a_store_that_is_deleted_under_a_buffer_is_missed(url: str) -> None:
 # ---- threads --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("lock_order")
 @pytest.mark.slow
 @pytest.mark.parametrize("priorities", [None, Priorities(normalize="buffer")], ids=["uniform", "prioritised"])
 def test_threads_append_sample_iterate_and_checkpoint_without_torn_rows(url: str, priorities: Any) -> None:

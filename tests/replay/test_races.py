@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import trajstore
+from tests.support.lock_order import LockOrder, TracedLock
 from trajstore import (
     ClosedError,
     EpisodeKey,
@@ -30,6 +31,8 @@ from trajstore.writing.stream_appender import remove_stream
 
 SCHEMA = Schema({"obs": Field("float32", (2,), chunk_rows=16)})
 ONE = Windows()
+
+pytestmark = pytest.mark.usefixtures("lock_order")
 
 
 @pytest.fixture
@@ -208,7 +211,7 @@ def test_a_goal_may_go_before_it_is_read(url: str) -> None:
                     value = np.array([9, t], np.float32)
                     buffer.append({"goal": value, "obs": value}, env=5)
                 assert buffer.n_steps == 60
-            batches._is_gone_by_now = lambda queued: False  # type: ignore[method-assign]  # that was before
+            batches._is_evicted = lambda queued: False  # type: ignore[method-assign]  # that was before
             for _ in range(21):
                 batch = next(batches)
                 of, t = batch["hindsight"]["goal_index"][:, 1:].T
@@ -430,3 +433,61 @@ def test_a_checkpoint_that_comes_after_closing_began_says_so(url: str) -> None:
     with pytest.raises(ClosedError, match="closed before its checkpoint was begun"):
         buffer.save_checkpoint("a")
     buffer.close()
+
+
+# ---- the order of locks
+
+
+def test_a_lock_that_is_taken_against_the_order_is_noticed() -> None:
+    for names in (("WriterLifecycle.lock", "BatchAssembler.lock"), ("Storage._lock", "Storage._lock")):
+        order = LockOrder()
+        outer, inner = (TracedLock(threading.Lock(), name, order) for name in names)
+        with inner:
+            assert inner.acquire(blocking=False) is False  # who does not wait can't be stuck
+        order.check()
+        with outer, inner:
+            pass
+        with pytest.raises(AssertionError, match=f"against LOCK_ORDER: .*{names[0]}.*{names[1]}"):
+            order.check()
+
+
+def test_a_lock_without_a_place_in_the_order_is_noticed() -> None:
+    order = LockOrder()
+    with (
+        TracedLock(threading.RLock(), "BatchAssembler.lock", order),
+        TracedLock(threading.RLock(), "New.lock", order),
+    ):
+        pass
+    with pytest.raises(AssertionError, match=r"give \['New.lock'\] a place"):
+        order.check()
+
+
+def test_a_commit_that_is_waited_for_with_a_lock_that_it_needs_is_noticed() -> None:
+    order = LockOrder()
+    lock = TracedLock(threading.Lock(), "WriterLifecycle.lock", order)
+    condition = threading.Condition(TracedLock(threading.RLock(), "CommitThread._condition", order))  # type: ignore[arg-type]
+    with lock, condition:
+        condition.wait(0.001)
+    order.check()
+
+    def take() -> None:
+        with lock:
+            pass
+
+    thread = threading.Thread(target=take, name="trajstore-commit")
+    thread.start()
+    thread.join()
+    with pytest.raises(AssertionError, match=r"wanted by the one that commits: \['WriterLifecycle.lock'\]"):
+        order.check()
+
+
+def test_locks_of_a_buffer_are_traced(url: str, lock_order: LockOrder) -> None:
+    with new_buffer(url, capacity=50) as buffer:
+        add(buffer, 0, 0, 100, every=10)
+        buffer.sample(4, ONE)
+        buffer.save_checkpoint("a", wait=True)
+    expected = [
+        ("CheckpointSchedule._lock", "BatchAssembler.lock"),
+        ("BatchAssembler.lock", "WriterLifecycle.lock"),
+    ]
+    assert lock_order.nested >= {*expected, ("WriterLifecycle.lock", "WriterInbox.lock")}

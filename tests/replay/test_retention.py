@@ -602,7 +602,7 @@ def commit_late(buffer: ReplayBuffer) -> None:
     assert buffer.n_steps == 4
     fill(buffer, 4, first=40)
     assert buffer.n_steps == 4
-    live: Any = buffer.reader.assembler._live
+    live: Any = buffer.reader.assembler.live.episodes
     take = live.take
 
     def late(staging: Any) -> Any:
@@ -740,7 +740,7 @@ def sizes(buffer: ReplayBuffer) -> dict[str, int]:
     source, sampler = buffer.reader.assembler, buffer.reader.priority_sampler
     parts = {
         "index": source.index,
-        "live": source._live,
+        "live": source.live,
         "retention": buffer.session.evictor,
         "priorities": sampler,
     }
@@ -800,6 +800,6 @@ def test_what_a_buffer_holds_in_memory_is_bounded_by_its_capacity(url: str, ends
     assert late.pop("cache") < 20_000_000
     assert {name: n for name, n in late.items() if n > 250 * (1 << 16) + 1000 * CAPACITY} == {}
     assert {name: (early[name], n) for name, n in late.items() if n > 1.4 * early[name] + 3_000_000} == {}
-    assert len(buffer.reader.assembler.index.heads) < 10_000
+    assert len(buffer.reader.assembler.index.changes) < 10_000
     assert resident_bytes() < rss + (48 << 20)
     buffer.close()

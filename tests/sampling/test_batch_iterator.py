@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ def test_an_epoch_of_chosen_episodes() -> None:
 
 
 def test_batches_at_random_have_no_length() -> None:
-    with pytest.raises(TypeError, match="batches drawn at random have no end"):
+    with pytest.raises(TypeError, match="batches drawn at random have no end, so their iterator has no length"):
         len(Reader(new_store([3])).batches(2, Windows()))
 
 
@@ -793,6 +794,7 @@ def test_prefetched_batches_beside_a_writer_are_whole() -> None:
         appender.stop()
 
 
+@pytest.mark.usefixtures("lock_order")
 def test_several_threads_may_sample_from_one_reader() -> None:
     store, errors = new_store([20] * 30), []
     reader = Reader(store, cache_bytes=2000)
@@ -810,3 +812,68 @@ def test_several_threads_may_sample_from_one_reader() -> None:
     for thread in threads:
         thread.join()
     assert not errors
+
+
+# ---- a checkpoint beside a thread that takes batches -----------------------------------------------------
+
+
+class ObservedLock:
+    """A lock that calls a function before a thread waits for it, and another after it was released."""
+
+    def __init__(self, lock: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self._lock, self._before, self._after = lock, before, after
+
+    def __enter__(self) -> None:
+        self._before()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._after()
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_a_queue_that_is_planned_again_while_it_is_filled_gets_no_batch_too_many(prefetch: int) -> None:
+    """One batch more would be read into the memory of the batch that is in use.
+
+    A thread has filled the queue and looks whether it is full, just when a checkpoint has taken it apart.
+    """
+    reader = Reader(new_store([10, 10, 10]), seed=3)
+    lock = reader.assembler.lock
+    is_full, is_empty, is_asked_for = threading.Event(), threading.Event(), threading.Event()
+    taken: list[Any] = []
+    with reader.batches(4, Windows(), prefetch=prefetch, out=Ring(prefetch + 2)) as batches:
+        in_use = next(batches)
+        kept = in_use["obs"].clone()
+        thread = threading.Thread(target=lambda: taken.append(next(batches)))
+
+        def before() -> None:
+            if threading.current_thread() is thread and is_empty.is_set():
+                is_asked_for.set()
+
+        def after() -> None:
+            if (
+                threading.current_thread() is thread
+                and len(batches._queue) == prefetch + 1
+                and not is_full.is_set()
+            ):
+                is_full.set()
+                assert is_empty.wait(60)
+
+        def requeue(queued: Any) -> None:
+            is_empty.set()
+            assert is_asked_for.wait(60)
+            real_requeue(queued)
+
+        real_requeue, batches._requeue = batches._requeue, requeue  # type: ignore[method-assign]
+        reader.assembler.lock = ObservedLock(lock, before, after)  # type: ignore[assignment]
+        thread.start()
+        assert is_full.wait(60)
+        batches.plan_queue_again()
+        thread.join(60)
+        assert len(taken) == 1
+        for item in list(batches._queue):
+            item.work.result()  # type: ignore[union-attr]
+        assert torch.equal(in_use["obs"], kept)
+        assert len(batches._queue) == prefetch
+        reader.assembler.lock = lock

@@ -16,6 +16,7 @@ from tests.sampling.test_reader import schema
 from trajstore.format.spans import VisibleSpans
 from trajstore.sampling.episode_index import EpisodeIndex
 from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.snapshot_follower import SnapshotFollower
 from trajstore.sampling.window_starts import WindowStarts
 from trajstore.sampling.windows import Windows
 from trajstore.store.snapshot import Snapshot
@@ -97,6 +98,7 @@ def test_an_index_that_follows_evictions_equals_one_made_at_once(
     store = trajstore.create(f"memory://index-{np.random.default_rng().integers(1 << 60)}", schema((4, 4, 4)))
     writers = [store.writer(f"w{i}", commit_seconds=None) for i in range(2)]
     index = EpisodeIndex(CPU)
+    follower = SnapshotFollower(index)
     starts = {spec: WindowStarts(index, spec, False) for spec in SPECS}
     marks: dict[str, int] = {}
     for n, both, evict in rounds:
@@ -107,9 +109,9 @@ def test_an_index_that_follows_evictions_equals_one_made_at_once(
         for record in snapshot.streams:
             marks[record.id] = min(record.rows, marks.get(record.id, 0) + int(rng.integers(0, 4 * evict + 1)))
         seen: Any = Evicted(snapshot, marks)
-        index.update(seen)
+        follower.follow(seen)
         fresh = EpisodeIndex(CPU)
-        fresh.update(seen)
+        SnapshotFollower(fresh).follow(seen)
         assert contents(index) == contents(fresh)
         for spec, followed in starts.items():
             anew = WindowStarts(fresh, spec, False)
@@ -125,21 +127,24 @@ def test_evicted_entries_are_compacted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = trajstore.create("memory://index-compacts", schema((4, 4, 4)))
     writer = store.writer(commit_seconds=None)
     index = EpisodeIndex(CPU)
+    follower = SnapshotFollower(index)
     spec = Windows(length=2)
     starts = WindowStarts(index, spec, False)
     data = {"obs": np.zeros((3, 2), np.float32), "action": np.arange(3), "reward": np.zeros(3, np.float32)}
-    generations = set()
+    n_compactions = version = 0
     for i in range(60):
         writer.append_episode(data, terminated=True)
         writer.commit()
         snapshot = store.refresh()
         seen: Any = Evicted(snapshot, {snapshot.streams[0].id: max(0, 3 * i - 10)})
-        index.update(seen)
-        generations.add(index.generation)
+        follower.follow(seen)
+        removals = index.changes.removals_since(version)
+        assert removals is not None
+        n_compactions, version = n_compactions + sum(r.is_renumbered for r in removals), index.version
         assert len(contents(index)) == min(i + 1, 5)
         assert index.n <= 16
         assert len(drawable(starts, index)) == starts.total
-    assert len(generations) > 3
+    assert n_compactions > 3
     writer.close()
 
 
@@ -151,12 +156,18 @@ def test_an_eviction_touches_only_the_front(monkeypatch: pytest.MonkeyPatch) -> 
             writer.append_episode(data, terminated=True)
     snapshot = store.refresh()
     index = EpisodeIndex(CPU)
-    index.update(snapshot)
+    follower = SnapshotFollower(index)
+    follower.follow(snapshot)
     starts = WindowStarts(index, Windows(length=2), False)
     starts.update()
     seen: Any = Evicted(snapshot, {snapshot.streams[0].id: 8})
-    index.update(seen)
-    assert (index.generation, index.heads, index.first) == (1, [3], 2)
+    version = index.version
+    follower.follow(seen)
+    removals = index.changes.removals_since(version)
+    assert removals is not None
+    assert [(r.n_rewritten, r.is_renumbered) for r in removals] == [(3, False)]
+    assert [r.ranges.tolist() for r in removals] == [[[0, 0, 0, 3], [0, 1, 0, 3], [0, 2, 0, 2]]]
+    assert index.first == 2
     summed: list[tuple[int, int]] = []
     real = WindowStarts._units
     monkeypatch.setattr(WindowStarts, "_units", lambda self, a, b: (summed.append((a, b)), real(self, a, b))[1])
@@ -170,6 +181,6 @@ def test_episodes_of_outlandish_numbers_take_no_memory_for_the_gaps() -> None:
     index.stream.rewrite(0, np.zeros(3, np.int32))
     index.episode.rewrite(0, np.array([5, 1 << 60, 7]))
     index.n = 3
-    index._note(0)
+    index._register(0)
     assert index.find(np.zeros(4, np.int64), np.array([7, 1 << 60, 5, 6])).tolist() == [2, 1, 0, -1]
     assert index.nbytes < 10_000

@@ -189,14 +189,14 @@ class Sampler:
 
     def plain(self, draw: DrawnWindows, spec: Windows) -> Flat:
         kind = self.source.kind(spec)
-        return self.source.carry_out(kind, kind.plan(draw), {})
+        return self.source.read_batch(kind, kind.plan(draw), {})
 
     def batch(
         self, draw: DrawnWindows, spec: Windows, options: Hindsight, seed: int = 1, outs: Flat | None = None
     ) -> Flat:
         kind = self.source.kind(spec)
         plan = Relabeller(self.source, options, CounterRng(seed)).plan(kind, draw)
-        return self.source.carry_out(kind, plan, outs or {})
+        return self.source.read_batch(kind, plan, outs or {})
 
 
 # ---- the reference ---------------------------------------------------------------------------------------
@@ -464,7 +464,7 @@ def test_batches_depend_neither_on_the_cache_nor_on_compiled_loops(strategy: Any
         relabeller = Relabeller(sampler.source, options, CounterRng(9))
         kind = sampler.source.kind(RICH)
         draws = [sampler.draw(16, RICH, seed) for seed in range(3)]
-        found = [sampler.source.carry_out(kind, relabeller.plan(kind, draw), {}) for draw in draws]
+        found = [sampler.source.read_batch(kind, relabeller.plan(kind, draw), {}) for draw in draws]
         expected = expected or found
         for one, other in zip(expected, found, strict=True):
             assert one.keys() == other.keys()
@@ -624,7 +624,7 @@ def test_goals_of_a_planned_batch_stay_when_rows_move_and_episodes_grow(strategy
     kind = source.kind(spec)
     draw = kind.starts.draw(64, CounterRng(0))
     plan = relabeller.plan(kind, draw)
-    expected = source.carry_out(kind, plan, {})
+    expected = source.read_batch(kind, plan, {})
     assert 0 < int(expected["hindsight/relabelled"].sum()) < 64
     windows = expected["index"].numpy()
     for t in range(12, 20):
@@ -633,7 +633,7 @@ def test_goals_of_a_planned_batch_stay_when_rows_move_and_episodes_grow(strategy
     source.publish()
     kind = source.kind(spec)
     moved = source.draw_at(kind, windows, None, is_strict=False)
-    got = source.carry_out(kind, relabeller.plan(kind, moved, plan.known[GOAL_INDEX]), {})
+    got = source.read_batch(kind, relabeller.plan(kind, moved, plan.known[GOAL_INDEX]), {})
     kept = ~expected["is_last"] & (expected["n_step/n"] == 2)  # others see steps that are new
     assert kept.sum() > 32
     for key, value in expected.items():
@@ -667,7 +667,7 @@ def test_planned_goals_that_were_evicted_say_so() -> None:
     assert relabeller.has_goals(plan.known[GOAL_INDEX])
     for n_rows in (5, 10):
         source.follow(Evicted(store.snapshot, {first: n_rows}))
-        with pytest.raises(SnapshotExpiredError, match="evicted meanwhile"):
+        with pytest.raises(SnapshotExpiredError, match="planned ahead were evicted before it was read"):
             source.check_plan(plan)
         kind = source.kind(spec)
         draw = source.draw_at(kind, kept, None, is_strict=True)
@@ -841,9 +841,9 @@ def test_a_batch_from_a_resident_cache_waits_for_nothing(
     source, kind = sampler.source, sampler.source.kind(spec)
     relabeller, rng = Relabeller(source, options, CounterRng(1)), CounterRng(0)
     for _ in range(6):  # until everything is resident
-        source.carry_out(kind, relabeller.plan(kind, kind.starts.draw(64, rng)), {})
+        source.read_batch(kind, relabeller.plan(kind, kind.starts.draw(64, rng)), {})
     with NoSync() as mode:
-        source.carry_out(kind, relabeller.plan(kind, kind.starts.draw(32, rng)), {})
+        source.read_batch(kind, relabeller.plan(kind, kind.starts.draw(32, rng)), {})
     assert mode.n_operations > 40
 
 
@@ -861,7 +861,7 @@ def test_batches_can_be_made_on_a_device_that_has_no_values(
     kind, relabeller, rng = source.kind(spec), Relabeller(source, options, CounterRng(1)), CounterRng(0)
     relabeller.plan(kind, kind.starts.draw(8, rng))  # tables are made when they are first asked for
     with NoSync("meta"):
-        got = source.carry_out(kind, relabeller.plan(kind, kind.starts.draw(32, rng)), {})
+        got = source.read_batch(kind, relabeller.plan(kind, kind.starts.draw(32, rng)), {})
     here = Sampler(store.snapshot)
     expected = here.batch(here.draw(32, spec), spec, options)
     assert {k: (v.shape, v.dtype) for k, v in got.items()} == {k: (v.shape, v.dtype) for k, v in expected.items()}
@@ -886,7 +886,7 @@ def test_a_reader_gives_windows_other_goals(mixed: tuple[Store, dict[Key, Episod
         rng.load_state_dict(state)
         kind = source.source.kind(RICH)
         draw = kind.starts.draw(32, rng)
-        expected = source.source.carry_out(kind, Relabeller(source.source, options, rng).plan(kind, draw), {})
+        expected = source.source.read_batch(kind, Relabeller(source.source, options, rng).plan(kind, draw), {})
         assert alike(batch, nest(expected))
         assert reader.state_dict()["counter"] == rng.counter
     spec = Windows(length=2)

@@ -217,9 +217,9 @@ def test_what_was_committed_before_anybody_looked_is_read_from_the_stream() -> N
     for i in range(5000):
         model.append(i % 3, "terminated" if i % 50 == 0 else "", has_final=i % 100 == 0)
     writer.commit()
-    live = reader.assembler._live
+    live = reader.assembler.live
     assert live is not None
-    assert all(block.values is None for block in live._blocks)  # their memory is not kept
+    assert all(block.values is None for block in live.episodes.inbox.blocks)  # their memory is not kept
     for _ in range(20):
         model.append(1)
         model.check(reader, 64)
@@ -227,7 +227,7 @@ def test_what_was_committed_before_anybody_looked_is_read_from_the_stream() -> N
 
 
 def test_a_commit_is_made_when_live_rows_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.sampling.live_episodes.LiveEpisodes.set_rows", lambda self, n: _few(self))
+    monkeypatch.setattr("trajstore.sampling.live_pages.LivePages.set_rows", lambda self, n: _few(self))
     store = new_store()
     writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
     reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
@@ -246,8 +246,8 @@ def test_a_commit_is_made_when_live_rows_run_out(monkeypatch: pytest.MonkeyPatch
     writer.close()
 
 
-def _few(live: Any) -> None:
-    live._free, live._n_free = np.arange(4), 4
+def _few(pages: Any) -> None:
+    pages._free, pages.n_free = np.arange(4), 4
 
 
 def test_amended_steps_are_sampled_as_amended() -> None:
@@ -347,6 +347,7 @@ def test_a_live_cache_that_does_not_fit_is_refused() -> None:
     began.close()
 
 
+@pytest.mark.usefixtures("lock_order")
 @pytest.mark.slow
 def test_a_thread_samples_a_million_windows_while_another_appends() -> None:
     store = new_store(chunk_rows=256)
@@ -419,10 +420,10 @@ def test_an_amendment_of_a_step_that_was_not_looked_at_hits_no_other() -> None:
         model.append(0)
     for t in range(64, 128):
         writer.amend({"reward": -7.0}, env=0, t=t)
-    live = reader.assembler._live
+    live = reader.assembler.live
     assert live is not None
-    for change in live.take(None):  # as if somebody were appending at this moment
-        reader.assembler._apply(change)
+    for change in live.episodes.take(None):  # as if another thread was appending at this moment
+        live._apply(change)
     batch = reader.sample(2000, Windows())
     rewards, index = batch["reward"][:, 0], batch["index"]
     is_amended = (index[:, 1] == 0) & (index[:, 2] >= 64) & (index[:, 2] < 128)

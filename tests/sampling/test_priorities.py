@@ -1003,6 +1003,7 @@ def test_bad_options_are_refused(bad: dict[str, Any], match: str) -> None:
     assert drawn_probabilities(reader, Windows()) == before
 
 
+@pytest.mark.usefixtures("lock_order")
 def test_updates_from_another_thread_while_sampling() -> None:
     store = random_store(6, 60)
     reader = Reader(store, priorities=PLAIN)

@@ -334,7 +334,7 @@ def test_bad_windows_are_refused() -> None:
 
 def test_an_empty_store_says_so() -> None:
     reader = Reader(trajstore.create("memory://empty-reader"))
-    with pytest.raises(trajstore.DataError, match="is empty: nothing is committed"):
+    with pytest.raises(trajstore.DataError, match="is empty: no step is committed"):
         reader.sample(4, Windows())
 
 
@@ -349,7 +349,7 @@ def test_only_chosen_episodes_are_drawn() -> None:
     assert {int(n) for n in batch["obs"][:, 0, 0]} == {e.number for e in episodes if e.n > 15}
     with pytest.raises(trajstore.DataError, match="no episode that the restrictions allow has 2 usable steps"):
         reader.sample(4, spec, where=lambda table: table["length"] > 1000)
-    with pytest.raises(trajstore.DataError, match="where: expected 40 bools, one an episode, got int64"):
+    with pytest.raises(trajstore.DataError, match="where: expected 40 bools, one for each episode, got int64"):
         reader.sample(4, spec, where=lambda table: table["length"])
 
 

@@ -16,6 +16,7 @@ from tests.sampling.test_reader import small_store
 from trajstore import Field, Reader, Ring, Schema, Store, Windows
 from trajstore.sampling.episode_index import EpisodeIndex
 from trajstore.sampling.outputs import flat_outputs
+from trajstore.sampling.snapshot_follower import SnapshotFollower
 
 aten = torch.ops.aten
 # Their result, or the shape of it, is only known once the device has come to them.
@@ -156,7 +157,7 @@ def test_sampling_works_on_fake_tensors(spec: Windows) -> None:
 def test_the_index_is_drawn_from_without_values() -> None:
     store, _ = small_store("meta-index", 20)
     index = EpisodeIndex(torch.device("meta"))
-    index.update(store.snapshot)
+    SnapshotFollower(index).follow(store.snapshot)
     with NoSync("meta"):
         rows = index.rows(torch.zeros(8, dtype=torch.int64, device="meta"), torch.zeros(8, 4, device="meta").long())
     assert rows.row.shape == (8, 4)

@@ -445,6 +445,7 @@ def test_half_a_buffer_is_committed_without_a_call(open_writer: OpenWriter, url:
     assert rows_of(url) == list(range(store.snapshot.n_rows))
 
 
+@pytest.mark.usefixtures("lock_order")
 def test_appends_wait_while_the_storage_is_slow_and_both_stagings_are_full(
     open_writer: OpenWriter, url: str
 ) -> None:
@@ -484,6 +485,7 @@ def test_staged_bytes_stay_within_the_buffer(open_writer: OpenWriter) -> None:
 # ---- threads ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("lock_order")
 def test_threads_append_to_their_own_envs_while_another_commits(open_writer: OpenWriter, url: str) -> None:
     writer, n_threads, n_steps = open_writer(), 4, 300
     is_done = threading.Event()
@@ -509,6 +511,7 @@ def test_threads_append_to_their_own_envs_while_another_commits(open_writer: Ope
     assert writer.stats()["commits"] > 1
 
 
+@pytest.mark.usefixtures("lock_order")
 def test_steps_of_an_env_stay_in_order_while_another_thread_commits(open_writer: OpenWriter, url: str) -> None:
     writer = open_writer(commit_steps=3)
     threads = [

@@ -93,7 +93,7 @@ class Drawing:
         """
         iterators = [i for ref in self._iterators if (i := ref()) is not None and not i.is_closed]
         for iterator in iterators:
-            iterator.take_back()
+            iterator.plan_queue_again()
         return [_without_priorities(i.state_dict()) for i in iterators] + self._saved
 
 

@@ -12,8 +12,8 @@ from trajstore.arguments import parse_bytes
 from trajstore.format.spans import expand_counts
 from trajstore.replay.retention import PART, Retention
 from trajstore.sampling.batch_assembler import BatchAssembler
-from trajstore.sampling.episode_index import GONE, OPEN
 from trajstore.sampling.episode_numbers import EpisodeNumberMap
+from trajstore.sampling.index_entries import GONE, OPEN
 from trajstore.schema import Array
 from trajstore.store.snapshot import Snapshot
 
@@ -107,7 +107,7 @@ class Evictor:
             return
         index, blocks = self._assembler.index, []
         for record, part in zip(snapshot.streams, snapshot.parts(), strict=True):
-            if record.id == index.followed:
+            if record.id == index.followed_stream:
                 continue
             spans, times = part.spans.ints, part.spans.floats[:, 1]
             fresh = slice(self._seen.get(record.id, 0), None)
@@ -138,7 +138,7 @@ class Evictor:
     def _arrive(self, episodes: Array, now: float) -> None:
         if not self._n_in_block:
             self._block_time = now
-        number = self._assembler.index.numbers[self._assembler.index.followed]
+        number = self._assembler.index.numbers[self._assembler.index.followed_stream]
         self._block.append(np.stack([np.full(len(episodes), number), episodes]))
         self._n_in_block += len(episodes)
         self._note_arrived(number, len(episodes))
@@ -159,10 +159,10 @@ class Evictor:
             mine = np.flatnonzero(stream == number)
             arrived = self._n_arrived.setdefault(number, EpisodeNumberMap(default=0))
             t[mine] = _first_t(arrived, episode[mine], count[mine])
-            if len(arrived) > _MANY_EPISODES + 4 * len(self._assembler.unplaced):
+            if len(arrived) > _MANY_EPISODES + 4 * len(self._assembler.uncommitted_episodes):
                 # Only episodes that may grow need to be known.
                 waiting = np.concatenate([part[1][part[0] == number] for part in self._block])
-                arrived.keep(np.append(self._assembler.unplaced, waiting))
+                arrived.keep(np.append(self._assembler.uncommitted_episodes, waiting))
         self._enqueue(np.stack([stream, episode, t, count, np.full(len(count), now)]).astype(np.float64))
 
     # ---- evictions
@@ -394,8 +394,8 @@ def _first_t(arrived: EpisodeNumberMap, episode: Array, count: Array) -> Array:
 
 def unshown_rows(assembler: BatchAssembler) -> dict[str, int]:
     """By stream: the first row that is still shown; no row below it will be shown again. Looks at all spans."""
-    found = assembler.index.first_live_rows()
+    found = assembler.index.first_shown_rows()
     n_rows = {record.id: record.rows for record in assembler.snapshot.streams}
-    if assembler.index.followed in n_rows:  # newer committed rows are still live rows here
-        n_rows[assembler.index.followed] = assembler.n_placed
+    if assembler.index.followed_stream in n_rows:  # newer committed rows are still live rows here
+        n_rows[assembler.index.followed_stream] = assembler.n_placed
     return {name: min(row, n_rows[name]) for name, row in found.items() if name in n_rows}

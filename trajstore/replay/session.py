@@ -188,7 +188,7 @@ class Session:
             self.versions.restore(counters.policy_version)
         assembler = self.reader.assembler
         with assembler.lock:
-            assembler.index.arrange(state["order"], growing=self.start.growing)
+            assembler.arrange(state["order"], growing=self.start.growing)
             self.evictor.load_state_dict(state["retention"], self.start.known_spans)
             self.reader.load_state_dict(as_tensors(state["reader"]))
         self.drawing.n_sampled, self.drawing.n_redrawn = counters.sampled, counters.redrawn
@@ -234,7 +234,7 @@ class Session:
         )
         return {
             "options": to_json(self.options),
-            "order": self.reader.assembler.index.order(),
+            "order": self.reader.assembler.order(),
             "reader": self.reader.state_dict(),
             "retention": self.evictor.state_dict(),
             "iterators": iterators,

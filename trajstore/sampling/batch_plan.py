@@ -17,7 +17,8 @@ from trajstore.cache.row_request import RowRequest
 from trajstore.cache.tensor_dtypes import SIGNED_VIEW
 from trajstore.errors import DataError
 from trajstore.format.spans import End
-from trajstore.sampling.episode_index import (
+from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.index_entries import (
     BEGINS,
     HAS_FINAL,
     HEADLESS,
@@ -25,7 +26,6 @@ from trajstore.sampling.episode_index import (
     OPEN,
     TERMINATED,
     TRUNCATED,
-    EpisodeIndex,
     RowLocations,
 )
 from trajstore.sampling.window_starts import DrawnWindows, WindowStarts
@@ -214,7 +214,7 @@ class BatchPlanner:
             np.empty(shape, np.int32),
         )
         self._kernels.window_steps(
-            draw.entry.numpy(), draw.start.numpy(), *self._constants, *index.facts(), *outputs
+            draw.entry.numpy(), draw.start.numpy(), *self._constants, *index.kernel_arrays(), *outputs
         )
         stacked, position, handles, row, source = map(torch.from_numpy, outputs)
         rows, masks = RowLocations(source, row), stacked.unbind(0)

@@ -13,7 +13,7 @@ from trajstore.errors import CorruptionError, DataError
 from trajstore.format.ids import is_column_name
 from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
 from trajstore.sampling.batch_plan import RESERVED, BatchPlan
-from trajstore.sampling.episode_index import handles_of
+from trajstore.sampling.index_entries import handles_of
 from trajstore.sampling.joined_batches import SOURCE
 from trajstore.sampling.relabelling import Relabeller
 from trajstore.sampling.step_table import EVICTED, StepTable

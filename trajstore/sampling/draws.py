@@ -124,7 +124,7 @@ class _FrozenWindows:
         self._assembler = assembler
         self.kind = kind
         self.total = kind.starts.total
-        self._seen = index.generation, index.version
+        self._version = index.version
         self._streams = list(index.numbers)
         usable = kind.starts.usable_steps
         columns = (kind.starts.sums, index.stream.host, index.episode.host, index.t_base.host, usable)
@@ -140,7 +140,7 @@ class _FrozenWindows:
         index, entry = self._assembler.index, at
         if not index.n:
             return DrawnWindows(*(torch.empty(0, dtype=torch.int64, device=index.device) for _ in range(2)))
-        if self._seen != (index.generation, index.version):
+        if self._version != index.version:
             streams = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
             entry = index.find(streams[stream[at]], episode[at])
         n_evicted = np.where(entry >= 0, index.t_base.host[entry] - t_base[at], 0)
@@ -156,7 +156,7 @@ class _FrozenWindows:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._streams, self._episodes = list(state["streams"]), state["episodes"].numpy()
         self.total = int(self._episodes[0, -1]) if self._episodes.shape[1] else 0
-        self._seen = (-1, -1)
+        self._version = -1
 
 
 def _freeze(assembler: BatchAssembler, windows: Windows, where: Where | None, why: str) -> _FrozenWindows:

@@ -24,7 +24,7 @@ from trajstore.schema import Array
 
 USES = "uses"  # column of the step table: how often the window that starts at a step was drawn
 _PIECE = 1 << 20  # windows processed at a time when all of them are read
-_NEVER = (-1, -1, -1)
+_NEVER = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class PriorityTree:
         self._where = where
         with_min = options.normalize == "buffer"
         self._tree = SumTree(assembler.device, compiled=assembler.kernels is not None, with_min=with_min)
-        self._seen = _NEVER  # generation and version of the index, layout of the step table
-        self._n_closed = self._n_heads = self._n_changes = 0
+        self._seen = _NEVER  # versions of the index and of the step table
+        self._n_closed = 0
         self._tail = np.empty((4, 0), np.int64)  # of open episodes: stream, episode, first t, t where starts stop
         self.kind = assembler.kind(windows, where)
 
@@ -98,22 +98,21 @@ class PriorityTree:
         """Take over episodes and steps that came, moved or were evicted since the last call."""
         index = self._assembler.index
         self.kind = self._assembler.kind(self._windows, self._where)
-        seen = (index.generation, index.version, self._steps.layout)
+        seen = (index.version, self._steps.version)
         if seen == self._seen:
             return
-        is_same = self._seen[0] == index.generation and self._seen[2] == self._steps.layout and self._where is None
-        changes = self._steps.changes_since(self._n_changes)
-        if not is_same or changes is None or self.kind.starts.chains is not None:
+        removals = index.changes.removals_since(self._seen[0])
+        changes = self._steps.changes_since(self._seen[1])
+        is_same = removals is not None and not any(removal.is_renumbered for removal in removals)
+        if not is_same or changes is None or self._where is not None or self.kind.starts.chains is not None:
             self._rebuild(masses)
         else:
             self._tree.resize(self._steps.size)
             for change in changes:
                 self._follow_change(change)
-            if len(index.heads) > self._n_heads:
-                self._follow_eviction(max(index.heads[self._n_heads :]), masses)
+            self._follow_eviction(max((removal.n_rewritten for removal in removals or ()), default=0), masses)
             self._follow_growth(masses)
-        self._n_closed, self._n_heads, self._seen = index.n_closed, len(index.heads), seen
-        self._n_changes = self._steps.n_changes
+        self._n_closed, self._seen = index.n_closed, seen
         tail = slice(index.n_closed, index.n)
         base = index.t_base.host[tail]
         stop = self._start_range(np.arange(index.n_closed, index.n))[1] + base
@@ -128,7 +127,7 @@ class PriorityTree:
 
     def _follow_eviction(self, stop: int, masses: PriorityMasses) -> None:
         """Recompute closed episodes below entry ``stop``, where windows may reach into evicted steps."""
-        if self._windows.lead or self._windows.boundary == "short":
+        if stop and (self._windows.lead or self._windows.boundary == "short"):
             entry = np.arange(self._assembler.index.first, min(stop, self._n_closed))
             self._clear(entry, np.zeros_like(entry), self._assembler.index.lengths_of(entry))
             self._compute(entry, *self._start_range(entry), masses)

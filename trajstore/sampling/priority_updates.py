@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from trajstore.errors import DataError
-from trajstore.sampling.episode_index import handles_of
+from trajstore.sampling.index_entries import handles_of
 from trajstore.sampling.step_updates import learning_steps
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array

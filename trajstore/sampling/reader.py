@@ -11,8 +11,8 @@ from trajstore.arguments import check_positive, parse_bytes
 from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.batch_iterator import BatchIterator
 from trajstore.sampling.draws import DrawScope, EpochDraws, RandomDraws, StagedDraws
-from trajstore.sampling.episode_index import handles_of
 from trajstore.sampling.hindsight import Hindsight
+from trajstore.sampling.index_entries import handles_of
 from trajstore.sampling.outputs import Batch, Ring
 from trajstore.sampling.prioritised_draws import PrioritisedDraws
 from trajstore.sampling.priority_options import Priorities
@@ -392,13 +392,10 @@ class Reader(StepValues):
 
     def resize(self, *, cache_bytes: int | str | None = None, host_cache_bytes: int | str | None = None) -> None:
         """Change the limits of the caches; chunks that no longer fit are dropped. None keeps a limit."""
-        assembler = self.assembler
-        with assembler.lock:
-            if cache_bytes is not None:
-                assembler.budget = parse_bytes(cache_bytes, "cache_bytes")
-            if host_cache_bytes is not None:
-                assembler.host_budget = _host_bytes(host_cache_bytes)
-            assembler.cache.resize(assembler.budget, assembler.host_budget)
+        budget = None if cache_bytes is None else parse_bytes(cache_bytes, "cache_bytes")
+        host_budget = None if host_cache_bytes is None else _host_bytes(host_cache_bytes)
+        with self.assembler.lock:
+            self.assembler.resize(budget=budget, host_budget=host_budget)
 
     def stats(self) -> dict[str, Any]:
         """Counters of the cache, and the memory that cache and index use."""

@@ -12,8 +12,8 @@ from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.batch_iterator import BatchIterator
 from trajstore.sampling.derived_columns import DerivedColumns
 from trajstore.sampling.draws import Draws
-from trajstore.sampling.episode_index import handles_of
 from trajstore.sampling.hindsight import Hindsight
+from trajstore.sampling.index_entries import handles_of
 from trajstore.sampling.outputs import Batch, Ring, flat_outputs, to_batch
 from trajstore.sampling.prioritised_draws import PrioritisedDraws
 from trajstore.sampling.relabelling import Relabeller
@@ -51,10 +51,10 @@ class ReaderBatches:
         """Read drawn windows into a new batch, or into the memory of ``out``."""
         plan = self._columns.plan(kind, drawn, relabeller)
         if not isinstance(out, Ring):
-            flat = self._assembler.carry_out(kind, plan, flat_outputs(out))
+            flat = self._assembler.read_batch(kind, plan, flat_outputs(out))
         else:
             slot = out.reserve()
-            flat = self._assembler.carry_out(kind, plan, out.take(slot, (kind.windows, len(drawn.entry))))
+            flat = self._assembler.read_batch(kind, plan, out.take(slot, (kind.windows, len(drawn.entry))))
             out.give(slot, flat)
         batch: Batch = to_batch(flat, self._as_tensordict)
         return batch

@@ -19,8 +19,8 @@ from trajstore.cache.tensor_dtypes import SIGNED_VIEW
 from trajstore.errors import DataError, SnapshotExpiredError
 from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
 from trajstore.sampling.batch_plan import BatchPlan
-from trajstore.sampling.episode_index import HAS_FINAL
 from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight, Outcome
+from trajstore.sampling.index_entries import HAS_FINAL
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows, relative_positions

@@ -1,50 +1,43 @@
-"""What is kept for every step in memory, at addresses that do not depend on where the steps are stored."""
+"""Values that are kept in memory for every step, at addresses that do not depend on where steps are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from trajstore.cache.growable_array import GrowableArray
 from trajstore.format.spans import expand_counts, expand_ranges
-from trajstore.sampling.episode_index import LIVE, OPEN, EpisodeIndex
-from trajstore.sampling.episode_numbers import EpisodeNumberMap
+from trajstore.sampling.address_ranges import HOMELESS, AddressRanges, Places, distinct
+from trajstore.sampling.change_log import BoundedLog, Removal
+from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.index_entries import LIVE, OPEN
 from trajstore.schema import Array
 
-EVICTED, PAST_END, UNKNOWN = -1, -2, -3  # what stands for the address of a step that is not here; as in kernels
-_HOMELESS = -(1 << 62)
-_MIN_ROOM = 16  # steps that an open episode gets room for at least
-_SLACK = 1 << 16  # addresses in no use that are not worth giving back
-_MAX_LOG = 1024
-_CPU = torch.device("cpu")
+# Returned in place of the address of a step that is not in the index; the compiled loops use the same numbers.
+EVICTED, PAST_END, UNKNOWN = -1, -2, -3
+_MIN_ROOM = 16  # least room of an open episode, in steps
+_SLACK = 1 << 16  # unused addresses that are not worth compacting
+_MAX_CHANGES = 1024  # of addresses, remembered for priority trees
+_MAX_CHANGED = 1 << 20  # addresses in these changes
 
 
 class AddressChange(NamedTuple):
-    """Steps that have another address now, or none any more."""
+    """Steps that got another address; None as the new one if they were removed."""
 
     old: Array
     new: Array | None
 
 
-class _Places(NamedTuple):
-    """Of episodes: the address that step 0 has or would have, and the t up to which there is room and a value."""
-
-    home: Array
-    limit: Array
-    known: Array
-
-
 @dataclass(slots=True)
 class StepColumn:
-    """Values by address, of steps that have one; others have zeros."""
+    """Values by address; addresses without a step hold zeros."""
 
     values: torch.Tensor
-    initial: Callable[[], Any]  # of new steps
-    dirty: Array  # by address: set since it was last saved
+    initial: Callable[[], Any]  # gives the value of new steps
+    dirty: Array  # by address: whether the value was set since it was last saved
 
     def grow(self, n: int) -> None:
         grown = self.values.new_zeros((n, *self.values.shape[1:]))
@@ -55,76 +48,78 @@ class StepColumn:
 
 
 class StepTable:
-    """Columns with a value for every step in the index, at an address: the home of its episode plus t.
+    """Columns with a value for every step of the index, at an address: the home of its episode plus t.
 
-    Episodes get a range of addresses when they are first seen, one after the other. An open one gets room to grow
-    and moves to a larger range when it has outgrown it. Draws go by address, so the ranges decide what is drawn.
-    They depend on the order in which steps were seen and on nothing else, above all not on when these reach the
-    disk.
+    Episodes get ranges of addresses one after the other, when they are first seen. An open episode gets room to
+    grow, and moves to a larger range when it has outgrown its own. Prioritised draws go by address, so ranges
+    decide which steps are drawn. They depend on the order in which steps were seen and on nothing else, above all
+    not on when steps reach the disk.
+
+    Methods are called with the assembler's lock held.
 
     Attributes:
-        size: Addresses in use, room included.
-        layout: Changes when all ranges were laid anew.
-        columns: By name.
+        version: Number of changes of addresses so far.
+        columns: Columns by name.
     """
 
     def __init__(self, index: EpisodeIndex) -> None:
         self._index = index
         self._device = index.device
-        self.size = self.layout = self._room = 0
+        self._ranges = AddressRanges()
+        self._capacity = 0  # addresses that columns have memory for
+        self.version = 0
         self.columns: dict[str, StepColumn] = {}
-        self._typical = 0.0  # length of episodes that ended lately
-        self._places: list[
-            tuple[EpisodeNumberMap, EpisodeNumberMap, EpisodeNumberMap]
-        ] = []  # by stream number: home, limit, known
-        self._starts = GrowableArray(
-            np.int64, _CPU
-        )  # of ranges, rising, and whose they are; moved ones are left behind
-        self._range_stream = GrowableArray(np.int64, _CPU)
-        self._range_episode = GrowableArray(np.int64, _CPU)
-        self._seen = (-1, 0)  # generation of the index, and where episodes stopped that had ended
-        self._log: list[AddressChange] = []
-        self._n_forgotten = 0  # changes that the log does not hold any more
+        self._typical_length = 0.0  # of episodes that ended lately
+        self._index_version = -1  # that this table is up to date with
+        self._n_closed = 0  # closed entries of the index whose steps have addresses
+        self._changes: BoundedLog[AddressChange] = BoundedLog(_MAX_CHANGES, _MAX_CHANGED)
+
+    @property
+    def size(self) -> int:
+        """Number of addresses, room of open episodes included."""
+        return self._ranges.size
 
     # ---- following the index
 
     def follow(self) -> None:
-        """Give addresses to steps that are new, and take those of evicted ones away; costs what is new and open."""
+        """Give addresses to new steps and clear those of evicted ones. Cost grows with new and open steps."""
         index = self._index
-        self._places += [
-            (EpisodeNumberMap(_HOMELESS), EpisodeNumberMap(), EpisodeNumberMap())
-            for _ in range(len(index.numbers) - len(self._places))
-        ]
-        self._clear_evicted(index.take_evictions())
-        start = max(self._seen[1], index.first) if self._seen[0] == index.generation else index.first
-        entry = np.arange(start, index.n)
+        self._ranges.set_streams(len(index.numbers))
+        removals = index.changes.removals_since(self._index_version)
+        self._clear_evicted(removals or ())
+        is_same = removals is not None and not any(removal.is_renumbered for removal in removals)
+        entry = np.arange(max(self._n_closed, index.first) if is_same else index.first, index.n)
         stream, episode = index.stream.host[entry].astype(np.int64), index.episode.host[entry]
         base = index.t_base.host[entry]
         stop = base + index.lengths_of(entry)
         is_open = (index.flags.host[entry] & OPEN) != 0
-        before = self._get(stream, episode).limit
-        places = self._settle(stream, episode, base, stop, is_open)
-        self._initialise(places.home, np.maximum(places.known, base), stop)
-        self._put(stream, episode, _Places(places.home, np.where(is_open, places.limit, stop), stop))
-        self._learn_length((stop - base)[~is_open & (before != stop)])  # each once, when it has ended
-        self._seen = index.generation, index.n_closed
+        limit_before = self._ranges.get(stream, episode).limit
+        places = self._make_room(stream, episode, base, stop, is_open)
+        self._set_initial(places.home, np.maximum(places.known, base), stop)
+        self._ranges.put(stream, episode, Places(places.home, np.where(is_open, places.limit, stop), stop))
+        self._learn_length((stop - base)[~is_open & (limit_before != stop)])  # each episode once, when it ended
+        if removals is None and self._index_version >= 0:
+            self._clear_unused()
+        self._index_version, self._n_closed = index.version, index.n_closed
         if self.size > 3 * index.n_steps + _SLACK:
             self._compact()
 
-    def _settle(self, stream: Array, episode: Array, base: Array, stop: Array, is_open: Array) -> _Places:
-        """Where episodes lie, after those without room for their steps got some."""
-        places = self._get(stream, episode)
-        outgrown = stop > np.where(places.home == _HOMELESS, -1, places.limit)
+    def _make_room(self, stream: Array, episode: Array, base: Array, stop: Array, is_open: Array) -> Places:
+        """Places of episodes, after those that lack room for their steps got a larger range."""
+        places = self._ranges.get(stream, episode)
+        outgrown = stop > np.where(places.home == HOMELESS, -1, places.limit)
         last = np.flatnonzero(outgrown & (places.home + places.limit == self.size))
         room = np.where(is_open, np.maximum(2 * (stop - base), self._first_room), stop - base)
-        if len(last):  # it goes on where the addresses end, so it need not move
+        if len(last):  # its range ends where the addresses end, so it grows in place
             places.limit[last] = (base + room)[last]
-            self._extend(int((places.home + places.limit)[last[0]]))
+            self._ranges.size = int((places.home + places.limit)[last[0]])
+            self._grow_columns()
             outgrown[last] = False
         if outgrown.any():
             where = np.flatnonzero(outgrown)
-            new_home = self._allot(stream[where], episode[where], room[where]) - base[where]
-            moved = where[places.home[where] != _HOMELESS]
+            new_home = self._ranges.add(stream[where], episode[where], room[where]) - base[where]
+            self._grow_columns()
+            moved = where[places.home[where] != HOMELESS]
             homes = places.home.copy()
             homes[where] = new_home
             self._move(places.home[moved], homes[moved], base[moved], places.known[moved])
@@ -133,49 +128,17 @@ class StepTable:
 
     @property
     def _first_room(self) -> int:
-        return max(_MIN_ROOM, int(1.25 * self._typical))
+        return max(_MIN_ROOM, int(1.25 * self._typical_length))
 
     def _learn_length(self, lengths: Array) -> None:
         if len(lengths):
-            self._typical += (float(lengths.mean()) - self._typical) * min(1.0, len(lengths) / 16)
+            self._typical_length += (float(lengths.mean()) - self._typical_length) * min(1.0, len(lengths) / 16)
 
-    def _get(self, stream: Array, episode: Array) -> _Places:
-        found = _Places(*(np.empty(len(stream), np.int64) for _ in range(3)))
-        for number in _distinct(stream):
-            mine = stream == number
-            for values, table in zip(found, self._places[number], strict=True):
-                values[mine] = table.get(episode[mine])
-        return found
-
-    def _put(self, stream: Array, episode: Array, places: _Places) -> None:
-        for number in _distinct(stream):
-            mine = stream == number
-            for values, table in zip(places, self._places[number], strict=True):
-                table.put(episode[mine], values[mine])
-
-    def _homes(self, stream: Array, episode: Array) -> Array:
-        home = np.empty(len(stream), np.int64)
-        for number in _distinct(stream):
-            mine = stream == number
-            home[mine] = self._places[number][0].get(episode[mine])
-        return home
-
-    def _allot(self, stream: Array, episode: Array, room: Array) -> Array:
-        """New ranges at the end; returns where they start."""
-        start: Array = self.size + np.cumsum(room) - room
-        n = self._starts.n
-        self._starts.rewrite(n, start)
-        self._range_stream.rewrite(n, stream)
-        self._range_episode.rewrite(n, episode)
-        self._extend(self.size + int(room.sum()))
-        return start
-
-    def _extend(self, size: int) -> None:
-        if size > self._room:
-            self._room = size + size // 8
+    def _grow_columns(self) -> None:
+        if self.size > self._capacity:
+            self._capacity = self.size + self.size // 8
             for column in self.columns.values():
-                column.grow(self._room)
-        self.size = size
+                column.grow(self._capacity)
 
     def attach(
         self,
@@ -185,21 +148,26 @@ class StepTable:
         initial: Callable[[], Any] = lambda: 0,
         fill: Any = None,
     ) -> StepColumn:
-        """Keep one more value for every step; those that are there get ``fill``, or the initial one."""
-        empty = torch.zeros((self._room, *shape), dtype=dtype, device=self._device)
-        column = self.columns[name] = StepColumn(empty, initial, np.zeros(self._room, bool))
-        index = self._index
-        index.follows_evictions = True
-        if self._seen[0] >= 0:
-            owner, position = expand_counts(index.lengths(index.first, index.n))
-            address = self.addresses(index.first + owner, position)
+        """Add a column.
+
+        Args:
+            name: Name of the column.
+            dtype: Of its values.
+            shape: Of the value of one step.
+            initial: Gives the value of new steps.
+            fill: Value of the steps that exist already; None for what ``initial`` gives.
+        """
+        empty = torch.zeros((self._capacity, *shape), dtype=dtype, device=self._device)
+        column = self.columns[name] = StepColumn(empty, initial, np.zeros(self._capacity, bool))
+        if self._index_version >= 0:
+            address = self.all_steps()
             value = initial() if fill is None else fill
             column.values[self._on_device(address)] = torch.as_tensor(value, dtype=dtype, device=self._device)
             column.dirty[address] = True
         return column
 
     def _move(self, old: Array, new: Array, start: Array, stop: Array) -> None:
-        """Take what is kept of steps from one home to another."""
+        """Move the values of steps from ``start`` to ``stop`` of episodes from old homes to new ones."""
         owner, t = expand_ranges(start, stop)
         if len(t):
             source, target = old[owner] + t, new[owner] + t
@@ -208,9 +176,9 @@ class StepTable:
                 column.values[to] = column.values[from_]
                 column.values[from_] = 0
                 column.dirty[target], column.dirty[source] = column.dirty[source], False
-            self._note(AddressChange(source, target))
+            self._record(AddressChange(source, target))
 
-    def _initialise(self, home: Array, start: Array, stop: Array) -> None:
+    def _set_initial(self, home: Array, start: Array, stop: Array) -> None:
         owner, t = expand_ranges(start, stop)
         address = home[owner] + t
         if not len(address):
@@ -221,136 +189,146 @@ class StepTable:
             column.values[where] = column.initial()
             column.dirty[address] = True
 
-    def _clear_evicted(self, evicted: Array) -> None:
+    def _clear_evicted(self, removals: Sequence[Removal]) -> None:
+        evicted = np.concatenate([np.empty((0, 4), np.int64), *(removal.ranges for removal in removals)])
         if not len(evicted):
             return
-        home, _, known = self._get(evicted[:, 0], evicted[:, 1])
-        stop = np.where(home == _HOMELESS, 0, np.minimum(evicted[:, 3], known))
+        home, _, known = self._ranges.get(evicted[:, 0], evicted[:, 1])
+        stop = np.where(home == HOMELESS, 0, np.minimum(evicted[:, 3], known))
         owner, t = expand_ranges(evicted[:, 2], stop)
-        self._clear(home[owner] + t)
-
-    def _clear(self, address: Array) -> None:
+        address = home[owner] + t
         if len(address):
-            self._blank(address)
-            self._note(AddressChange(address, None))
+            self._set_zero(address)
+            self._record(AddressChange(address, None))
 
-    def _blank(self, address: Array) -> None:
+    def _set_zero(self, address: Array) -> None:
         where = self._on_device(address)
         for column in self.columns.values():
             column.values[where] = 0
             column.dirty[address] = False
 
-    def _note(self, change: AddressChange) -> None:
-        self._log.append(change)
-        if len(self._log) > _MAX_LOG:
-            self._n_forgotten += len(self._log) // 2
-            self._log = self._log[len(self._log) // 2 :]
+    def _clear_unused(self) -> None:
+        """Clear all addresses without a step, where the index has forgotten which steps were evicted."""
+        is_unused = np.ones(self.size, bool)
+        is_unused[self.all_steps()] = False
+        self._set_zero(np.flatnonzero(is_unused))
+        self._record_new_layout()
 
-    def changes_since(self, n: int) -> list[AddressChange] | None:
-        """What has moved or gone after the first ``n`` changes; None if that is not known any more."""
-        return self._log[n - self._n_forgotten :] if n >= self._n_forgotten else None
+    def _record(self, change: AddressChange) -> None:
+        self.version += 1
+        self._changes.add(self.version, change, len(change.old))
 
-    @property
-    def n_changes(self) -> int:
-        return self._n_forgotten + len(self._log)
+    def _record_new_layout(self) -> None:
+        """Let everything that is derived from addresses start over."""
+        self.version += 1
+        self._changes.forget(self.version)
+
+    def changes_since(self, version: int) -> list[AddressChange] | None:
+        """The changes of addresses after a version; None if some are forgotten or all addresses changed."""
+        return self._changes.since(version)
 
     def forget_episode(self, stream: int, episode: int, start: int, stop: int) -> Array:
-        """Take away what is kept of some steps of an episode that is not in the index any more.
+        """Clear the steps from ``start`` to ``stop`` of an episode that is no longer in the index.
 
-        It may have lost its first steps and moved since these were noted: only what lies in its own range is its.
+        Returns:
+            Their addresses. The episode may have lost its first steps and moved since ``start`` and ``stop`` were
+            noted, so only addresses of its present range count.
         """
-        home, limit, _ = (int(value[0]) for value in self._get(np.array([stream]), np.array([episode])))
-        if home == _HOMELESS:
+        home, limit, _ = (int(value[0]) for value in self._ranges.get(np.array([stream]), np.array([episode])))
+        if home == HOMELESS:
             return np.empty(0, np.int64)
-        first = self._starts.host[np.searchsorted(self._starts.host, home + limit - 1, side="right") - 1]
-        address = np.arange(max(home + start, int(first)), home + min(stop, limit))
-        self._blank(address)
+        first = self._ranges.start_of(home + limit - 1)
+        address = np.arange(max(home + start, first), home + min(stop, limit))
+        self._set_zero(address)
         return address
 
     def _compact(self) -> None:
-        """Lay all ranges anew, in the same order and without what lies unused between them."""
+        """Lay out all ranges again, in the same order and without unused addresses between them."""
         index = self._index
         entry = np.arange(index.first, index.n)
         stream, episode = index.stream.host[entry].astype(np.int64), index.episode.host[entry]
         base, n = index.t_base.host[entry], index.lengths_of(entry)
-        places = self._get(stream, episode)
+        places = self._ranges.get(stream, episode)
         order = np.argsort(places.home + base, kind="stable")
         entry, stream, episode, base, n = (a[order] for a in (entry, stream, episode, base, n))
-        places = _Places(*(a[order] for a in places))
+        places = Places(*(a[order] for a in places))
         is_open = (index.flags.host[entry] & OPEN) != 0
         room = np.where(is_open, np.maximum(places.limit - base, n), n)
         owner, k = expand_counts(n)
         old = (places.home + base)[owner] + k
         kept = [(c.values[self._on_device(old)], c.dirty[old]) for c in self.columns.values()]
-        self._starts.rewrite(0, self._starts.host[:0])
-        self._range_stream.rewrite(0, self._range_stream.host[:0])
-        self._range_episode.rewrite(0, self._range_episode.host[:0])
-        self._empty()
-        start = self._allot(stream, episode, room)
+        self._ranges.clear()
+        self._empty_columns()
+        start = self._ranges.add(stream, episode, room)
+        self._grow_columns()
         new = start[owner] + k
         for column, (values, dirty) in zip(self.columns.values(), kept, strict=True):
             column.values[self._on_device(new)] = values
             column.dirty[new] = dirty
-        for number, tables in enumerate(self._places):
-            for table in tables:
-                table.keep(episode[stream == number])
-        self._put(stream, episode, _Places(start - base, base + room, base + n))
-        self.layout += 1
+        self._ranges.keep_places(stream, episode)
+        self._ranges.put(stream, episode, Places(start - base, base + room, base + n))
+        self._record_new_layout()
 
-    def _empty(self) -> None:
-        self.size = self._room = 0
+    def _empty_columns(self) -> None:
+        self._capacity = 0
         for column in self.columns.values():
             column.values, column.dirty = column.values[:0], column.dirty[:0]
 
     # ---- addresses
 
     def addresses(self, entry: Array, position: Array) -> Array:
-        """Addresses of steps at positions of index entries, elementwise."""
+        """Addresses of the steps at positions of index entries, elementwise."""
         index = self._index
-        home = self._homes(index.stream.host[entry], index.episode.host[entry])
+        home = self._ranges.homes(index.stream.host[entry], index.episode.host[entry])
         found: Array = home + index.t_base.host[entry] + position
         return found
 
     def addresses_of(self, handles: Array) -> Array:
-        """Addresses of steps by handle; `EVICTED`, `PAST_END` or `UNKNOWN` for those that are not here."""
-        index = self._index
-        known = (handles[:, 0] >= 0) & (handles[:, 0] < len(self._places))
+        """Addresses of steps by handle; `EVICTED`, `PAST_END` or `UNKNOWN` for steps that are not in the index."""
+        index, n_streams = self._index, self._ranges.n_streams
+        is_left = (handles[:, 0] >= 0) & (handles[:, 0] < n_streams)
         address = np.full(len(handles), UNKNOWN)
-        for stream in _distinct(handles[:, 0]):
-            if not 0 <= stream < len(self._places):
+        for stream in distinct(handles[:, 0]):
+            if not 0 <= stream < n_streams:
                 continue
-            entries, home = index.entries_of(stream), self._places[stream][0]
+            entries, home = index.entries_of(stream), self._ranges.homes_of(stream)
             table, homes = entries.table, home.table
             if table is not None and homes is not None and index.kernels is not None:
                 facts = index.logical.host, index.flags.host, index.t_base.host
                 known_to = entries.base, int(index.newest[stream])
                 index.kernels.addresses_of(handles, stream, table, *known_to, *facts, homes, home.base, address)
-                known &= handles[:, 0] != stream
-        if known.any():
-            address[known] = self._look_up(handles[known])
+                is_left &= handles[:, 0] != stream
+        if is_left.any():
+            address[is_left] = self._look_up(handles[is_left])
         return address
 
     def _look_up(self, handles: Array) -> Array:
+        """The same for handles of known streams, without compiled loops."""
         index = self._index
         stream, episode, t = handles.T
         entry = index.find(stream, episode)
-        here = entry >= 0
+        is_found = entry >= 0
         address = np.where((episode < 0) | (episode > index.newest[stream]) | (t < 0), UNKNOWN, EVICTED)
-        if here.any():
-            e, position = entry[here], t[here] - index.t_base.host[entry[here]]
+        if is_found.any():
+            e, position = entry[is_found], t[is_found] - index.t_base.host[entry[is_found]]
             n = index.lengths_of(e)
             found = self.addresses(e, position.clip(0, n - 1))
             found = np.where(position < 0, EVICTED, np.where(position >= n, PAST_END, found))
-            address[here] = np.where(t[here] < 0, UNKNOWN, found)
+            address[is_found] = np.where(t[is_found] < 0, UNKNOWN, found)
         return address
 
     def steps(self, address: Array) -> tuple[Array, Array]:
-        """Index entries and positions of the steps at addresses; entry -1 where the step is not here any more."""
-        at = np.searchsorted(self._starts.host, address, side="right") - 1
-        stream, episode = self._range_stream.host[at], self._range_episode.host[at]
+        """Index entries and positions of the steps at addresses; entry -1 for steps that were removed."""
+        stream, episode = self._ranges.owners(address)
         entry = self._index.find(stream, episode)
-        position: Array = address - self._homes(stream, episode) - self._index.t_base.host[entry]
+        position: Array = address - self._ranges.homes(stream, episode) - self._index.t_base.host[entry]
         return entry, position
+
+    def all_steps(self) -> Array:
+        """Addresses of all steps of the index, in its order."""
+        index = self._index
+        owner, position = expand_counts(index.lengths(index.first, index.n))
+        return self.addresses(index.first + owner, position)
 
     # ---- values
 
@@ -358,11 +336,11 @@ class StepTable:
         return torch.from_numpy(address).to(self._device)
 
     def set(self, name: str, address: Array, values: Array) -> None:
-        """Overwrite values; of several at one address the last counts. The caller has checked them."""
+        """Overwrite values, which the caller has checked; of several at one address the last counts."""
         column = self.columns[name]
         if self._device.type == "cpu":
             column.values.numpy()[address] = values
-        else:  # where an index comes twice, a device may take either
+        else:  # a device may take either of two values at one address
             address, last = np.unique(address[::-1], return_index=True)
             values = values[::-1][last]
             column.values[self._on_device(address)] = torch.from_numpy(values).to(self._device)
@@ -376,23 +354,15 @@ class StepTable:
             return found
         return values[self._on_device(address)].cpu().numpy()
 
-    def all_steps(self) -> Array:
-        """Addresses of all steps in the index, in its order."""
-        index = self._index
-        owner, position = expand_counts(index.lengths(index.first, index.n))
-        return self.addresses(index.first + owner, position)
-
     @property
     def nbytes(self) -> int:
-        tables = sum(table.nbytes for places in self._places for table in places)
-        arrays = self._starts, self._range_stream, self._range_episode
         columns = sum(column.values.nbytes + column.dirty.nbytes for column in self.columns.values())
-        return columns + tables + sum(array.nbytes for array in arrays)
+        return columns + self._ranges.nbytes
 
-    # ---- as they are stored: by row of a stream
+    # ---- values by row of a stream, as they are stored
 
     def rows_of(self, source: int) -> tuple[Array, Array]:
-        """Rows of a source that hold steps of the index, and the addresses of these; looks at all spans."""
+        """Rows of a source that hold steps of the index, and the addresses of these steps. Reads all spans."""
         index = self._index
         logical = index.span_logical.host
         spans = np.flatnonzero((index.span_source.host == source) & (logical >= index.logical.host[index.first]))
@@ -406,23 +376,23 @@ class StepTable:
         return rows, self.addresses(entry[is_step], position[is_step])
 
     def load(self, name: str, stored: Mapping[int, tuple[int, Array]]) -> None:
-        """Take over stored values: by source, the first row and the values from there on."""
+        """Set stored values: by source, the first row and the values of the rows from there on."""
         for source, (first, values) in stored.items():
             rows, address = self.rows_of(source)
-            here = (rows >= first) & (rows < first + len(values))
-            found = torch.from_numpy(values[rows[here] - first]).to(self._device)
-            self.columns[name].values[self._on_device(address[here])] = found
+            is_stored = (rows >= first) & (rows < first + len(values))
+            found = torch.from_numpy(values[rows[is_stored] - first]).to(self._device)
+            self.columns[name].values[self._on_device(address[is_stored])] = found
 
     def take_changes(self, name: str) -> dict[int, tuple[Array, Array]]:
-        """Rows whose value was set since this was last asked, by source and in order, and their addresses.
+        """Rows whose value was set since the last call, by source and in order, and their addresses.
 
-        Steps that are in no stream yet are told of when they are.
+        Steps that are not committed yet are returned by a later call.
         """
         dirty = self.columns[name].dirty
         address = np.flatnonzero(dirty[: self.size])
         entry, position = self.steps(address)
-        here = entry >= 0
-        address, entry, position = address[here], entry[here], position[here]
+        is_found = entry >= 0
+        address, entry, position = address[is_found], entry[is_found], position[is_found]
         if not len(entry):
             return {}
         at = self._index.rows(*(torch.from_numpy(a).to(self._device) for a in (entry, position[:, None])))
@@ -436,14 +406,14 @@ class StepTable:
         return changed
 
     def restore_changes(self, name: str, changes: Mapping[int, tuple[Array, Array]]) -> None:
-        """Take back what `take_changes` gave: it could not be saved."""
+        """Undo a `take_changes` whose values could not be saved."""
         for _, address in changes.values():
             self.columns[name].dirty[address] = True
 
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """All values, and where episodes lie: draws go by address."""
+        """All values and all places: draws go by address, so a resumed session needs the same ones."""
         index = self._index
         entry = np.arange(index.first, index.n)
         stream, episode = index.stream.host[entry].astype(np.int64), index.episode.host[entry].copy()
@@ -451,48 +421,31 @@ class StepTable:
             "streams": list(index.numbers),
             "stream": stream,
             "episode": episode,
-            **self._get(stream, episode)._asdict(),
+            **self._ranges.get(stream, episode)._asdict(),
             "size": self.size,
             "columns": {n: c.values[: self.size].cpu().numpy().copy() for n, c in self.columns.items()},
-            "typical": self._typical,
+            "typical": self._typical_length,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what another table had; the index shows the same episodes, and perhaps more."""
+        """Replace everything by the state of another table; the index shows its episodes, and may show more."""
         self.follow()
         numbers = np.array([self._index.numbers.get(name, -1) for name in state["streams"]], np.int64)
         stream, episode = numbers[np.asarray(state["stream"])], np.asarray(state["episode"])
-        places = _Places(*(np.asarray(state[name]).copy() for name in _Places._fields))
+        places = Places(*(np.asarray(state[name]).copy() for name in Places._fields))
         entry = self._index.find(stream, episode)
-        here = entry >= 0
-        start = (places.home + np.where(here, self._index.t_base.host[entry], 0))[here]
-        order = np.argsort(start, kind="stable")
-        for array, values in (
-            (self._starts, start[order]),
-            (self._range_stream, stream[here][order]),
-            (self._range_episode, episode[here][order]),
-        ):
-            array.rewrite(0, values)
-        for tables in self._places:
-            for table in tables:
-                table.clear()
-        self._put(stream[here], episode[here], _Places(*(a[here] for a in places)))
-        self._empty()
-        self._extend(int(state["size"]))
+        is_found = entry >= 0
+        start = (places.home + np.where(is_found, self._index.t_base.host[entry], 0))[is_found]
+        shown = Places(*(a[is_found] for a in places))
+        self._ranges.load(stream[is_found], episode[is_found], start, shown, int(state["size"]))
+        self._empty_columns()
+        self._grow_columns()
         for name, column in self.columns.items():
             if name in state["columns"]:
                 values = torch.from_numpy(np.asarray(state["columns"][name]))
                 column.values[: self.size] = values.to(self._device)
                 column.dirty[: self.size] = True
-        self._typical = float(state["typical"])
-        self._seen = (-1, 0)
-        self.layout += 1
-        self.follow()  # what the state does not know follows
-
-
-def _distinct(values: Array) -> list[int]:
-    """Each value once; mostly there is but one."""
-    if not len(values):
-        return []
-    first = values[0]
-    return [int(first)] if (values == first).all() else [int(v) for v in np.unique(values)]
+        self._typical_length = float(state["typical"])
+        self._n_closed = 0
+        self._record_new_layout()
+        self.follow()  # gives addresses to episodes that the state does not have

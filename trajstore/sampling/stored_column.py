@@ -73,7 +73,7 @@ class StoredColumn:
 
     def _hand_over(self, changes: Mapping[int, tuple[Array, Array]], writer: Writer) -> int:
         index = self._assembler.index
-        streams, marks, n = list(index.numbers), index.marks, 0
+        streams, marks, n = list(index.numbers), self._assembler.marks, 0
         n_rows = {record.id: record.rows for record in self._assembler.snapshot.streams}
         for source, (rows, address) in changes.items():
             stream = streams[source - 1]

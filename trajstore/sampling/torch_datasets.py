@@ -171,5 +171,5 @@ class WindowDataset(Dataset[Batch]):
         with assembler.lock:
             kind = assembler.kind(self._windows)
             drawn = kind.starts.locate(numbers, CounterRng(0))
-            batch: Batch = to_batch(assembler.carry_out(kind, kind.plan(drawn), {}), as_tensordict=False)
+            batch: Batch = to_batch(assembler.read_batch(kind, kind.plan(drawn), {}), as_tensordict=False)
             return batch

@@ -11,7 +11,8 @@ import torch
 
 from trajstore.cache.growable_array import GrowableArray
 from trajstore.sampling.environment_chains import EnvironmentChains
-from trajstore.sampling.episode_index import HAS_FINAL, EpisodeIndex
+from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.index_entries import HAS_FINAL
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.windows import Windows, starts_before, usable_steps
 from trajstore.schema import Array
@@ -81,8 +82,7 @@ class WindowStarts:
         self._sums = GrowableArray(np.int64, index.device)
         self.base = 0
         self._n_closed = 0  # entries whose sums are final
-        self._n_heads = 0  # evictions at the front of the index that the sums take into account
-        self._seen = (-1, -1)  # generation and version of the index at the last update
+        self._version = -1  # of the index, at the last update
         self.chains: EnvironmentChains | None = None
 
     def _usable(self, start: int, stop: int | None = None) -> Array:
@@ -96,19 +96,20 @@ class WindowStarts:
     def update(self) -> None:
         """Follow the index. The cost is proportional to the new and the open episodes."""
         index = self._index
-        if self._seen == (index.generation, index.version):
+        if self._version == index.version:
             return
         if self.windows.boundary == "cross":
             self.chains = EnvironmentChains(index)
-        is_extended = self._seen[0] == index.generation and self._episode_mask is None and self.chains is None
+        removals = index.changes.removals_since(self._version)
+        is_same = removals is not None and not any(removal.is_renumbered for removal in removals)
+        is_extended = is_same and self._episode_mask is None and self.chains is None
         start = self._n_closed if is_extended else 0
-        self._update_head(min(start, max(index.heads[self._n_heads :], default=0)))
+        self._update_head(min(start, max((removal.n_rewritten for removal in removals or ()), default=0)))
         if not start:
             self.base = 0
         before = int(self._sums.host[start - 1]) if start else 0
         self._sums.rewrite(start, before + np.cumsum(self._units(start, index.n)))
-        self._n_closed, self._n_heads = index.n_closed, len(index.heads)
-        self._seen = (index.generation, index.version)
+        self._n_closed, self._version = index.n_closed, index.version
 
     def _update_head(self, stop: int) -> None:
         """Recompute the sums of the entries before ``stop``, backwards from its sum, so that later sums stay."""

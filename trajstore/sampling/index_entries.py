@@ -1,0 +1,117 @@
+"""Facts that an episode index holds about an episode: flags, row locations, and entries to write into the index."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.errors import DataError
+from trajstore.format.spans import End, EpisodeSpans, expand_counts
+from trajstore.schema import Array
+
+HAS_FINAL = 1
+TERMINATED = 2
+TRUNCATED = 4
+OPEN = 8
+HEADLESS = 16  # its first steps were evicted
+BEGINS = 32  # its first steps were evicted, and the first remaining step counts as its beginning
+MARK = 128  # never set on an episode, so that arithmetic can use it to tell a flag byte from 0
+
+LIVE = 0  # the source of rows that are not committed yet
+GONE = 1 << 62  # the first remaining step of an episode that was evicted whole
+
+
+@dataclass(frozen=True, slots=True)
+class RowLocations:
+    """The source and row of each step.
+
+    The source is `LIVE`, or one more than the number of the stream that holds the row. ``source`` broadcasts
+    against ``row``.
+    """
+
+    source: torch.Tensor
+    row: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntries:
+    """Episodes to write into an index, and their spans in the same order."""
+
+    stream: Array
+    episode: Array
+    env: Array
+    t_base: Array
+    n_rows: Array
+    flags: Array
+    span_rows: Array  # number of rows of each span; no span is empty
+    span_row: Array
+    span_source: Array
+
+    @property
+    def n_spans(self) -> Array:
+        """Number of spans of each episode."""
+        ends = np.searchsorted(np.cumsum(self.span_rows), np.cumsum(self.n_rows), side="left") + 1
+        counts: Array = np.diff(ends, prepend=0)
+        return counts
+
+    def take(self, chosen: Array) -> IndexEntries:
+        """The entries at these positions, in this order."""
+        n = self.n_spans
+        owner, number = expand_counts(n[chosen])
+        spans = (np.cumsum(n) - n)[chosen][owner] + number
+        facts = (a[chosen] for a in (self.stream, self.episode, self.env, self.t_base, self.n_rows, self.flags))
+        return IndexEntries(*facts, *(a[spans] for a in (self.span_rows, self.span_row, self.span_source)))
+
+    def from_step(self, t: Array) -> IndexEntries:
+        """The same entries without their steps before ``t``; each entry must keep at least one step."""
+        lost = (t - self.t_base).clip(0)
+        owner = np.repeat(np.arange(len(t)), self.n_spans)
+        start = np.cumsum(self.span_rows) - self.span_rows - (np.cumsum(self.n_rows) - self.n_rows)[owner]
+        n_cut = np.clip(lost[owner] - start, 0, self.span_rows)
+        is_kept = n_cut < self.span_rows
+        spans = (self.span_rows - n_cut)[is_kept], (self.span_row + n_cut)[is_kept], self.span_source[is_kept]
+        facts = self.stream, self.episode, self.env, self.t_base + lost, self.n_rows - lost, self.flags
+        return IndexEntries(*facts, *spans)
+
+    @staticmethod
+    def of(joined: EpisodeSpans, chosen: Array) -> IndexEntries:
+        """Entries of the chosen episodes of a joined span table."""
+        s, last = joined.columns, joined.last[chosen]
+        spans = joined.span_numbers(chosen)
+        rows = s["row_stop"][spans] - s["row_start"][spans]
+        spans, rows = spans[rows > 0], rows[rows > 0]
+        return IndexEntries(
+            s["stream"][last],
+            s["episode"][last],
+            s["env"][last],
+            joined.first_t[chosen],
+            joined.n_rows[chosen],
+            flags_of(s["end"][last], s["has_final"][last]),
+            rows,
+            s["row_start"][spans],
+            s["source"][spans] + 1,
+        )
+
+
+def flags_of(end: Array, has_final: Array) -> Array:
+    """The flag byte of episodes, from how they ended."""
+    flags: Array = has_final * HAS_FINAL + (end == End.TERMINATED) * TERMINATED
+    flags = flags + (end == End.TRUNCATED) * TRUNCATED + (end == End.OPEN) * OPEN
+    return flags.astype(np.uint8)
+
+
+def handles_of(index: Any) -> Array:
+    """The step handles of a batch's ``index``, as a host array ``[batch, 3]``.
+
+    Raises:
+        DataError: ``index`` has another type, dtype or shape.
+    """
+    if not isinstance(index, (torch.Tensor, np.ndarray)):
+        raise DataError(f"index: expected a batch's 'index', int64 of shape (batch, 3), got {type(index).__name__}")
+    handles: Array = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
+    if handles.ndim != 2 or handles.shape[1] != 3 or handles.dtype != np.int64:
+        raise DataError(f"index: expected int64 of shape (batch, 3), got {handles.dtype} of shape {handles.shape}")
+    return handles
