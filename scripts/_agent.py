@@ -1,4 +1,4 @@
-"""A small agent: double Q-learning on n-step returns. It knows nothing of where batches come from."""
+"""A small agent: double Q-learning on n-step returns. It does not depend on where the batches come from."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SCALE = (
     1 / 2.0,
     1 / 0.2,
     1 / 2.0,
-)  # of position, speed, angle, angular speed: to about 1
-_REWARD = 0.2  # what a reward counts, so that values lie between 0 and 20
-_TAU = 0.02  # by how much the target follows with each update
-_LEAST_ERROR = 1e-3  # in units of reward; a priority of exactly 0 would mean: never again
+)  # scales position, speed, angle and angular speed to about 1
+_REWARD_SCALE = 0.2  # scales values to between 0 and 20
+_TAU = 0.02  # share by which the target moves towards the network in each update
+_LEAST_ERROR = 1e-3  # in units of reward; a step with priority 0 would never be drawn again
 _HIDDEN = 128
 
 
 class Network(nn.Module):
-    """Values of the two actions, as a common part and an advantage."""
+    """Computes the values of the two actions, as a common part and an advantage."""
 
     scale: Tensor
 
@@ -44,10 +44,10 @@ class Network(nn.Module):
 
 
 class Agent:
-    """Network, target and optimizer, and the random numbers of its exploration; all of it is in `state_dict`."""
+    """Network, target network, optimizer and exploration. `state_dict` holds all of it, with the random state."""
 
     def __init__(self, seed: int, learning_rate: float = 1e-3) -> None:
-        torch.manual_seed(seed)  # of the first weights; nothing after them uses the global generator
+        torch.manual_seed(seed)  # for the initial weights; nothing else uses the global generator
         self.network = Network()
         self.target = copy.deepcopy(self.network)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=learning_rate)
@@ -57,7 +57,7 @@ class Agent:
 
     @torch.no_grad()
     def act(self, state: Array, noise: float) -> Array:
-        """The best action of each state, or with a probability of ``noise`` any."""
+        """Return the best action for each state, or with probability ``noise`` a random one."""
         best = self.network(torch.from_numpy(state)).argmax(-1)
         is_random = torch.rand(len(best), generator=self.generator) < noise
         chosen: Array = torch.where(
@@ -66,7 +66,10 @@ class Agent:
         return chosen
 
     def learn(self, batch: Mapping[str, Any], *, rate: float = 1.0) -> tuple[Tensor, float]:
-        """One update, with a part of the learning rate; returns errors, in units of reward, and the loss."""
+        """Make one update with ``rate`` times the learning rate.
+
+        Returns the errors in units of reward, and the loss.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate * rate
         value = self.network(batch["observation"]["state"]).gather(-1, batch["action"][:, None]).squeeze(-1)
@@ -78,14 +81,14 @@ class Agent:
         self.optimizer.step()
         self._follow()
         self.n_updates += 1
-        return (error.detach().abs() / _REWARD).clamp(min=_LEAST_ERROR), float(loss.detach())
+        return (error.detach().abs() / _REWARD_SCALE).clamp(min=_LEAST_ERROR), float(loss.detach())
 
     @torch.no_grad()
     def _goal(self, batch: Mapping[str, Any]) -> Tensor:
         after, n_step = batch["next"]["observation"]["state"], batch["n_step"]
         best = self.network(after).argmax(-1, keepdim=True)
         future: Tensor = self.target(after).gather(-1, best).squeeze(-1)
-        goal: Tensor = _REWARD * n_step["return"] + n_step["discount"] * future
+        goal: Tensor = _REWARD_SCALE * n_step["return"] + n_step["discount"] * future
         return goal
 
     @torch.no_grad()
@@ -95,7 +98,7 @@ class Agent:
 
     @torch.no_grad()
     def greedy_returns(self, n: int, seed: int) -> Array:
-        """Returns of n episodes without exploration, in environments of their own that nobody records."""
+        """Return the returns of ``n`` episodes without exploration. They are not recorded."""
         envs = make_envs(n)
         state, _ = envs.reset(seed=seed)
         returns, is_going = np.zeros(n), np.ones(n, bool)
@@ -125,7 +128,7 @@ class Agent:
 
 
 def digest(*trees: Mapping[str, Any]) -> str:
-    """A fingerprint of every name, dtype, shape and bit in nested mappings of tensors."""
+    """Return a hash of every name, dtype, shape and bit in nested mappings of tensors."""
     found = hashlib.sha256()
     for tree in trees:
         for name, value in _leaves(tree, ""):

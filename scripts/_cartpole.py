@@ -1,4 +1,4 @@
-"""CartPole with frames: environments that step side by side, and what they look like."""
+"""CartPole environments that step side by side, with frames."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FLOOR, _POLE = HEIGHT - 12, 26.0
 
 
 def make_envs(n: int) -> VectorEnv[Any, Any, Any]:
-    """Environments that reset themselves in the step after an end."""
+    """Create environments that reset themselves in the step after an end."""
     return gym.make_vec(TASK, num_envs=n, vectorization_mode="sync")
 
 
 def draw(state: Array) -> Array:
-    """Grey frames ``[n, HEIGHT, WIDTH]`` of states ``[n, 4]``; the pole is drawn twice as long as it is."""
+    """Draw grey frames ``[n, HEIGHT, WIDTH]`` of states ``[n, 4]``. The pole is drawn at twice its length."""
     row, column = np.ogrid[:HEIGHT, :WIDTH]
     x = (WIDTH / 2 + state[:, 0] * WIDTH / 5.6)[:, None, None]
     sin, cos = np.sin(state[:, 2])[:, None, None], np.cos(state[:, 2])[:, None, None]
@@ -37,7 +37,7 @@ def draw(state: Array) -> Array:
 
 
 class WithFrames(VectorWrapper[Any, Any, Any, Any, Any]):
-    """Observations are ``state`` and ``pixels``: what the agent learns from, and what people like to look at."""
+    """Adds frames: observations have ``state``, from which the agent learns, and ``pixels``, for people."""
 
     def __init__(self, envs: VectorEnv[Any, Any, Any]) -> None:
         super().__init__(envs)
@@ -48,13 +48,13 @@ class WithFrames(VectorWrapper[Any, Any, Any, Any, Any]):
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         state, infos = self.env.reset(seed=seed, options=options)
-        return _observed(state), infos
+        return _add_frames(state), infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         state, *outcome, infos = self.env.step(actions)
         rewards, terminated, truncated = outcome
-        return _observed(state), rewards, terminated, truncated, infos
+        return _add_frames(state), rewards, terminated, truncated, infos
 
 
-def _observed(state: Array) -> dict[str, Array]:
+def _add_frames(state: Array) -> dict[str, Array]:
     return {"state": state, "pixels": draw(state)}

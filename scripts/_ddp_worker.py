@@ -1,6 +1,6 @@
 """One rank of a training run: it collects, learns with the others, and saves checkpoints that all ranks share.
 
-Started by torchrun; see ddp_example.py. What happens is told in lines of JSON in a file of its own.
+torchrun starts it; see ddp_example.py. Each rank reports events as lines of JSON in its own file.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ WINDOWS = Windows.transitions(n_step=3, gamma=GAMMA, provenance=True)
 
 
 class Worker:
-    """What one rank does."""
+    """Collects, learns and saves on one rank."""
 
     def __init__(self, folder: Path) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._folder = folder
         self._log = (folder / f"{self.size}-ranks.{self.rank}.jsonl").open("a")
-        # Rank and world size are those of torch.distributed: nothing to say here.
+        # The buffer takes rank and world size from torch.distributed.
         try:
             self.buffer = ReplayBuffer.resume(folder / "store", "latest")
             self.step = int(self.buffer.checkpoints[-1].name.partition("-")[2])
@@ -45,22 +45,22 @@ class Worker:
         self.network = DistributedDataParallel(Network())
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-3)
         if self.step:
-            state = torch.load(self._model(self.step), weights_only=True)
+            state = torch.load(self._model_path(self.step), weights_only=True)
             self.network.module.load_state_dict(state["network"])
             self.optimizer.load_state_dict(state["optimizer"])
-        report = self.buffer.partition_report
-        self.tell(
+        partition = self.buffer.partition_report
+        self.report(
             "begin",
             pid=os.getpid(),
             n_steps=self.buffer.n_steps,
             n_episodes=self.buffer.n_episodes,
-            dropped=report.total("dropped")["steps"] if report else 0,
+            dropped=partition.total("dropped")["steps"] if partition else 0,
         )
 
-    def _model(self, step: int) -> Path:
+    def _model_path(self, step: int) -> Path:
         return self._folder / f"model-{step}.pt"
 
-    def tell(self, event: str, **facts: Any) -> None:
+    def report(self, event: str, **facts: Any) -> None:
         self._log.write(json.dumps({"event": event, "rank": self.rank, "step": self.step, **facts}) + "\n")
         self._log.flush()
 
@@ -69,7 +69,7 @@ class Worker:
 
         envs = gymnasium.make_vec("CartPole-v1", num_envs=N_ENVS, vectorization_mode="sync")
         state, _ = envs.reset(seed=1000 * self.step + self.rank)
-        is_reset = np.zeros(N_ENVS, bool)  # of these the next step is none: the environment begins anew
+        is_reset = np.zeros(N_ENVS, bool)  # the next call of step only resets these environments
         generator = np.random.default_rng([self.step, self.rank])
         loss = torch.zeros(())
         while self.step < n_steps:
@@ -111,13 +111,13 @@ class Worker:
         return loss.detach()
 
     def _save(self, loss: float) -> None:
-        if self.rank == 0:  # the network is the same everywhere; the file is there before the checkpoint is
+        if self.rank == 0:  # all ranks have the same network; its file must exist before the checkpoint
             temporary = self._folder / "model.tmp"
             state = {"network": self.network.module.state_dict(), "optimizer": self.optimizer.state_dict()}
             torch.save(state, temporary)
-            os.replace(temporary, self._model(self.step))
+            os.replace(temporary, self._model_path(self.step))
         self.buffer.save_checkpoint(f"step-{self.step}", wait=True, keep_last=3)
-        self.tell("saved", n_steps=self.buffer.n_steps, loss=loss)
+        self.report("saved", n_steps=self.buffer.n_steps, loss=loss)
 
 
 def main() -> None:
@@ -131,7 +131,7 @@ def main() -> None:
     worker = Worker(arguments.folder)
     with worker.buffer:
         worker.train(arguments.steps, arguments.save_every)
-        worker.tell("end", n_steps=worker.buffer.n_steps)
+        worker.report("end", n_steps=worker.buffer.n_steps)
     with contextlib.suppress(RuntimeError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         distributed.destroy_process_group()

@@ -1,7 +1,7 @@
-"""The process that trains: it collects, learns, saves checkpoints in pairs, and may be killed at any moment.
+"""The process that trains: it collects, learns, and saves checkpoints in pairs. It may be killed at any moment.
 
-A pair is a checkpoint of the buffer and a file of the agent, named after the checkpoint. What happens is told in
-lines of JSON on standard output.
+A pair is a checkpoint of the buffer, and a file of the agent that is named after the checkpoint. The process
+reports events as lines of JSON on standard output.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from _plan import N_KEPT, N_PROOF, Files, Plan
 from trajstore import Linear, Priorities, ReplayBuffer, Windows
 from trajstore.compat.gymnasium import VectorRecorder, schema_of
 
-N_RECENT = 20  # episodes in the mean that is shown while training
+N_RECENT = 20  # episodes in the mean return that is shown while training
 WINDOWS = Windows.transitions(
     n_step=3, gamma=GAMMA, fields=("observation/state", "action"), next_fields=("observation/state",)
 )
@@ -34,7 +34,7 @@ WINDOWS = Windows.transitions(
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file to write that appears at its place whole, or not at all."""
+    """Open a file for writing that replaces ``path`` atomically when it is complete."""
     path.parent.mkdir(exist_ok=True)
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("wb") as file:
@@ -48,7 +48,7 @@ def replacing(path: Path) -> Iterator[Any]:
 
 
 class Session:
-    """One process's part of a run."""
+    """The part of a run that one process does."""
 
     def __init__(self, plan: Plan, files: Files, buffer: ReplayBuffer, agent: Agent, step: int) -> None:
         self.plan, self.files, self.buffer, self.agent = plan, files, buffer, agent
@@ -57,15 +57,15 @@ class Session:
         self._n_updates = 0
         self._seconds = dict.fromkeys(("collect", "sample", "learn", "prioritise", "evaluate", "save"), 0.0)
         self._recent: deque[float] = deque(maxlen=N_RECENT)
-        self._ended: list[dict[str, Any]] = []  # since they were last told
-        self._drawn: Counter[tuple[int, int]] = Counter()  # the same: when, and by which policy it was collected
-        self._start = self._told = time.perf_counter()
+        self._ended: list[dict[str, Any]] = []  # episodes since the last report
+        self._drawn: Counter[tuple[int, int]] = Counter()  # since the last report: (when drawn, when collected)
+        self._start = self._reported_at = time.perf_counter()
 
     def train(self) -> None:
-        """Collect and learn until the goal is reached or the steps are used up."""
+        """Collect and learn until the goal is reached or all steps are used."""
         envs = WithFrames(make_envs(self.plan.n_envs))
-        noted = {"metadata": lambda _: {"noise": self.plan.noise(self.step)}, "reward_dtype": "float32"}
-        recorder = VectorRecorder(envs, self.buffer, **noted)  # type: ignore[arg-type]
+        options = {"metadata": lambda _: {"noise": self.plan.noise(self.step)}, "reward_dtype": "float32"}
+        recorder = VectorRecorder(envs, self.buffer, **options)  # type: ignore[arg-type]
         observation, _ = recorder.reset(seed=1_000_000 * self.plan.seed + self.step)
         returns = np.zeros(self.plan.n_envs)
         is_reached = False
@@ -76,7 +76,7 @@ class Session:
                 for _ in range(self.plan.n_updates):
                     self._update()
             is_due = self._is_due(self.plan.save_every)
-            self._tell_progress(0.0 if is_due else 0.25)
+            self._report_progress(0.0 if is_due else 0.25)
             if is_due:
                 is_reached = self._evaluate()
                 self._save()
@@ -84,7 +84,7 @@ class Session:
         recorder.close()
 
     def _is_due(self, every: int) -> bool:
-        """Whether the last step of the environments reached a multiple."""
+        """Return whether the last step of the environments reached a multiple of ``every``."""
         return self.step // every > (self.step - self.plan.n_envs) // every
 
     def _collect(self, recorder: VectorRecorder, state: Array, returns: Array) -> Any:
@@ -115,7 +115,7 @@ class Session:
     # ---- checkpoints
 
     def _save(self) -> None:
-        """Save a pair, and with it a fingerprint of what comes next."""
+        """Save a pair, and a digest of the next updates."""
         with self._timed("save"):
             start = time.perf_counter()
             checkpoint = self.buffer.save_checkpoint(f"step-{self.step}", wait=True, keep_last=N_KEPT)
@@ -125,25 +125,25 @@ class Session:
         with replacing(self.files.proof(checkpoint)) as file:
             file.write(json.dumps({"digest": self.prove(), "n_updates": N_PROOF}).encode())
         self.files.drop_all_but({c.id for c in self.buffer.checkpoints})
-        tell("checkpoint", step=self.step, id=checkpoint, seconds=seconds)
+        report("checkpoint", step=self.step, id=checkpoint, seconds=seconds)
 
     def prove(self) -> str:
-        """Make the next few updates; a fingerprint of their batches, errors and of the agent that comes of them."""
+        """Make the next few updates; return a digest of their batches, their errors and the resulting agent."""
         updates = [self._update() for _ in range(N_PROOF)]
         learned = {"network": self.agent.network.state_dict(), "target": self.agent.target.state_dict()}
         return digest(*({"batch": batch, "error": error} for batch, error in updates), learned)
 
-    # ---- telling
+    # ---- reports
 
     def _evaluate(self) -> bool:
-        """Play greedy episodes; says whether the run may end: the goal was reached, and then once more."""
+        """Play greedy episodes; return whether the run may end. The goal must be reached twice in a row."""
         with self._timed("evaluate"):
             mean = self._greedy_mean(0)
-            tell("evaluated", step=self.step, mean=mean)
+            report("evaluated", step=self.step, mean=mean)
             if self.plan.goal is None or self.step < self.plan.least_steps or mean < self.plan.goal:
                 return False
             confirmed = self._greedy_mean(1)
-            tell("confirmed", step=self.step, mean=confirmed)
+            report("confirmed", step=self.step, mean=confirmed)
             return confirmed >= self.plan.goal
 
     def _greedy_mean(self, attempt: int) -> float:
@@ -151,11 +151,11 @@ class Session:
         seed = 1_000_000 * self.plan.seed + 500_000 + 2 * n * self.step + n * attempt
         return float(self.agent.greedy_returns(n, seed).mean())
 
-    def _tell_progress(self, every_s: float) -> None:
+    def _report_progress(self, every_s: float) -> None:
         now = time.perf_counter()
-        if now - self._told >= every_s:
-            self._told = now
-            tell("progress", **self._figures())
+        if now - self._reported_at >= every_s:
+            self._reported_at = now
+            report("progress", **self._figures())
 
     def _figures(self) -> dict[str, Any]:
         stats = self.buffer.stats()
@@ -179,7 +179,7 @@ class Session:
     def _finish(self, is_reached: bool) -> None:
         self.buffer.flush()
         sampling = self._n_updates * self.plan.batch_size / max(self._seconds["sample"], 1e-9)
-        tell(
+        report(
             "finished",
             is_reached=is_reached,
             **self._figures(),
@@ -196,7 +196,7 @@ class Session:
         self._seconds[what] += time.perf_counter() - start
 
 
-def tell(event: str, **facts: Any) -> None:
+def report(event: str, **facts: Any) -> None:
     print(json.dumps({"event": event, **facts}), flush=True)
 
 
@@ -217,12 +217,12 @@ def begin(plan: Plan, files: Files) -> Session:
         grace_s=2.0,
         seed=plan.seed,
     )
-    tell("began", stream=buffer.stream, pid=os.getpid())
+    report("began", stream=buffer.stream, pid=os.getpid())
     return Session(plan, files, buffer, Agent(plan.seed), 0)
 
 
 def resume(plan: Plan, files: Files) -> Session:
-    """Go on from the newest pair, and say whether what comes next is what came next before."""
+    """Continue from the newest pair, and report whether the next updates repeat those of the first process."""
     checkpoint = files.newest_pair()
     start = time.perf_counter()
     buffer = ReplayBuffer.resume(files.store, checkpoint)
@@ -232,7 +232,7 @@ def resume(plan: Plan, files: Files) -> Session:
     agent.load_state_dict(saved["agent"])
     session = Session(plan, files, buffer, agent, int(saved["step"]))
     expected = json.loads(files.proof(checkpoint).read_bytes())["digest"]
-    tell(
+    report(
         "resumed",
         stream=buffer.stream,
         pid=os.getpid(),
@@ -253,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("plan", type=lambda text: Plan(**json.loads(text)), help="a Plan as JSON")
     parser.add_argument("--resume", action="store_true")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # the network is tiny; and sums come out the same
+    torch.set_num_threads(1)  # the network is tiny, and one thread makes sums reproducible
     files = Files(args.directory)
     session = (resume if args.resume else begin)(args.plan, files)
     with session.buffer:

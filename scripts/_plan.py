@@ -1,4 +1,4 @@
-"""What a run is to do, and where it keeps what: shared by the process that trains and the one that starts it."""
+"""The plan and the files of a run, shared by the process that trains and the process that starts it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 import trajstore
 
-N_PROOF = 3  # updates after every checkpoint that a resumed session must repeat to the bit
-N_KEPT = 3  # pairs of checkpoints
+N_PROOF = 3  # updates after a checkpoint that a resumed session must repeat bit by bit
+N_KEPT = 3  # pairs of checkpoints that are kept
 LEARNER = Path(__file__).resolve().with_name("_learner.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run does; counts are of environment steps unless they say otherwise."""
+    """What a run does. Counts are in environment steps unless they say otherwise."""
 
     seed: int
-    n_steps: int  # at the most
+    n_steps: int  # maximum
     least_steps: int  # before it may end because the goal is reached
     kill_at: int | None
-    goal: float | None  # mean return of greedy episodes; None: nothing is claimed
+    goal: float | None  # mean return of greedy episodes; None: no goal
     n_envs: int = 16
     batch_size: int = 128
     n_updates: int = 4  # for each step of all environments
@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def save_every(self) -> int:
-        """Steps from one evaluation and checkpoint to the next."""
+        """Steps between two evaluations and checkpoints."""
         return self.n_steps // 20
 
     @property
@@ -44,20 +44,20 @@ class Plan:
 
     @property
     def bin_updates(self) -> int:
-        """How finely it is told which steps were drawn when, in updates."""
+        """Bin size, in updates, of the statistics about which steps were drawn when."""
         return max(1, self.n_updates * self.n_steps // self.n_envs // 100)
 
     def noise(self, step: int) -> float:
-        """Share of random actions: from all to a fifth, over the first sixth of the run."""
+        """Share of random actions: falls from 1 to 0.2 over the first sixth of the run."""
         return max(0.2, 1 - 0.8 * step / (self.n_steps / 6))
 
     def rate(self, step: int) -> float:
-        """Part of the learning rate: from all to a tenth, over the first half of the run."""
+        """Factor of the learning rate: falls from 1 to 0.1 over the first half of the run."""
         return max(0.1, 1 - 0.9 * step / (self.n_steps / 2))
 
 
 def plan_of(seed: int, n_steps: int, *, is_killed: bool = True, is_quick: bool = False) -> Plan:
-    # Between two checkpoints, so that something is lost.
+    # Kill it between two checkpoints, so that some steps are lost.
     kill_at = int(0.28 * n_steps) if is_killed else None
     if is_quick:
         return Plan(seed, n_steps, n_steps, kill_at, None, n_envs=8, batch_size=32, n_updates=1, n_greedy=4)
@@ -69,7 +69,7 @@ def plan_of(seed: int, n_steps: int, *, is_killed: bool = True, is_quick: bool =
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Where a run keeps what."""
+    """The files of a run."""
 
     directory: Path
 
@@ -87,7 +87,7 @@ class Files:
         return self.agent(checkpoint).exists() and self.proof(checkpoint).exists()
 
     def newest_pair(self) -> str:
-        """Id of the newest checkpoint of the buffer that the agent was saved with.
+        """Return the id of the newest buffer checkpoint that was saved together with the agent.
 
         Raises:
             FileNotFoundError: There is none.
@@ -104,6 +104,6 @@ class Files:
 
 
 def command(plan: Plan, files: Files, *, is_resumed: bool) -> list[str]:
-    """How to start the process that trains."""
+    """Return the command that starts the process that trains."""
     words = [sys.executable, str(LEARNER), str(files.directory), json.dumps(asdict(plan))]
     return words + ["--resume"] * is_resumed

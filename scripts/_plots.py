@@ -1,4 +1,4 @@
-"""Pictures of a run: how the agent learned, and what the buffer did meanwhile."""
+"""Plots of a run: how the agent learned, and what the buffer did."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ Events = Sequence[dict[str, Any]]
 
 
 class Run:
-    """What the processes told, in order; `killed_at` and `resumed_at` are the steps of the last kill, if any."""
+    """The events that the processes reported, in order.
+
+    `killed_at` and `resumed_at` are the steps of the last kill and of the checkpoint it was resumed from, if any.
+    """
 
     def __init__(self, sessions: Sequence[Events]) -> None:
         self.sessions = sessions
-        told = [event for session in sessions for event in session]
-        resumed = [event["step"] for event in told if event["event"] == "resumed"]
+        events = [event for session in sessions for event in session]
+        resumed = [event["step"] for event in events if event["event"] == "resumed"]
         self.resumed_at: int | None = resumed[-1] if resumed else None
         before = [e["step"] for e in sessions[0] if "step" in e]
         self.killed_at: int | None = max(before, default=0) if resumed else None
 
     def of(self, *names: str, is_lost: bool = False) -> list[dict[str, Any]]:
-        """Events of what the run is made of; or of what came after the checkpoint and was lost with the kill."""
+        """Return the events that belong to the run; with ``is_lost``, those between the checkpoint and the kill."""
         stop = np.inf if self.resumed_at is None else self.resumed_at
         found = [e for e in self.sessions[0] if e["event"] in names and (e["step"] > stop) == is_lost]
         later = [e for session in self.sessions[1:] for e in session if e["event"] in names]
         return found if is_lost else found + later
 
     def ended(self, *, is_lost: bool = False) -> list[dict[str, Any]]:
-        """Episodes that ended while training; figures tell of several at once."""
+        """Return the episodes that ended while training; one event may report several."""
         stop = np.inf if self.resumed_at is None else self.resumed_at
         first = [x for e in self.sessions[0] for x in e.get("ended", ()) if (x["step"] > stop) == is_lost]
         later = [x for session in self.sessions[1:] for e in session for x in e.get("ended", ())]
@@ -98,14 +101,14 @@ def _draw_evaluations(axes: Any, run: Run) -> None:
 def plot_buffer(
     run: Run, sizes: Sequence[tuple[int, int, int]], path: Path, *, capacity: int, bin_updates: int
 ) -> None:
-    """Four pictures of a buffer.
+    """Plot four views of a buffer.
 
     Args:
-        run: What was told.
-        sizes: At some steps: bytes on disk, and bytes of what the buffer held, decoded.
-        path: Of the PNG.
-        capacity: Of the buffer, in steps.
-        bin_updates: How finely it was told what was drawn when.
+        run: The events.
+        sizes: (step, bytes on disk, decoded bytes of the buffer's steps) at some steps.
+        path: The PNG to write.
+        capacity: Capacity of the buffer, in steps.
+        bin_updates: Bin size of the draw statistics, in updates.
     """
     figure = Figure(figsize=(12, 8.6), layout="constrained")
     (kept, drawn), (mass, disk) = figure.subplots(2, 2)
@@ -117,8 +120,8 @@ def plot_buffer(
 
 
 def _draw_kept(axes: Any, run: Run, capacity: int) -> None:
-    told = run.of("progress", "finished")
-    steps, evicted, held = np.array([(e["step"], e["evicted"]["steps"], e["n_steps"]) for e in told]).T
+    events = run.of("progress", "finished")
+    steps, evicted, held = np.array([(e["step"], e["evicted"]["steps"], e["n_steps"]) for e in events]).T
     axes.stackplot(steps, evicted, held, colors=[LIGHT, GREEN], labels=["evicted", "in the buffer"])
     axes.set_title(f"Where the steps are (capacity {capacity:,})", loc="left")
     axes.set(ylabel="steps", ylim=(0, None))
@@ -134,7 +137,7 @@ def _draw_drawn(figure: Any, axes: Any, run: Run, bin_updates: int) -> None:
     mesh = axes.pcolormesh(edges, edges, shown, cmap="viridis", norm=LogNorm(), rasterized=True)
     figure.colorbar(mesh, ax=axes, label="share of the draws then", format=FuncFormatter(_percent), pad=0.02)
     axes.set_title("Which steps were drawn, and when", loc="left")
-    axes.set(xlabel="when: updates so far", ylabel="what: collected after so many updates")
+    axes.set(xlabel="when: updates so far", ylabel="what: collected after this many updates")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(_thousands)
     axes.annotate("newest", (0.44, 0.52), xycoords="axes fraction", ha="right", color=GREY)
@@ -142,9 +145,9 @@ def _draw_drawn(figure: Any, axes: Any, run: Run, bin_updates: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def drawn_shares(told: Events) -> Array:
-    """Shares ``[when, what]``, both in bins of updates: by when it was collected, of what was drawn then."""
-    counted = np.array([entry for event in told for entry in event["drawn"]]).reshape(-1, 3)
+def drawn_shares(events: Events) -> Array:
+    """Return shares ``[when, what]`` in bins of updates: of the draws at one time, by the time of collection."""
+    counted = np.array([entry for event in events for entry in event["drawn"]]).reshape(-1, 3)
     n = int(counted[:, :2].max(initial=0)) + 1
     counts = np.zeros((n, n))
     np.add.at(counts, (counted[:, 0], counted[:, 1]), counted[:, 2])
@@ -169,8 +172,8 @@ def _draw_mass(axes: Any, priorities: dict[str, Any]) -> None:
 
 def _draw_disk(axes: Any, run: Run, sizes: Sequence[tuple[int, int, int]]) -> None:
     steps, stored, decoded = np.array(sizes, float).reshape(-1, 3).T
-    axes.plot(steps, decoded / 2**20, "o-", color=GREEN, markersize=4, label="what the buffer holds, decoded")
-    axes.plot(steps, stored / 2**20, "o-", color=BLUE, markersize=4, label="all of the store, on disk")
+    axes.plot(steps, decoded / 2**20, "o-", color=GREEN, markersize=4, label="contents of the buffer, decoded")
+    axes.plot(steps, stored / 2**20, "o-", color=BLUE, markersize=4, label="the whole store, on disk")
     axes.set_title("Bytes (log scale)", loc="left")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} MiB"))

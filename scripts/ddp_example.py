@@ -1,7 +1,8 @@
-"""Training on several ranks that survives its machines: two ranks are killed, three go on, then one.
+"""Train on several ranks, and survive the loss of machines: two ranks are killed, three continue, then one.
 
-Every rank writes its own stream of one store, learns with the others (DistributedDataParallel over gloo) and takes
-part in checkpoints that hold all ranks or nothing. Data is dealt out anew to each number of ranks; none is copied.
+Every rank writes its own stream of one store, learns with the others (DistributedDataParallel over gloo), and takes
+part in checkpoints that hold all ranks or nothing. For each number of ranks, the episodes are redistributed; no
+step is copied.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def free_port() -> int:
 
 
 def launch(folder: Path, n_ranks: int, n_steps: int) -> subprocess.Popen[bytes]:
-    """Start so many ranks with torchrun, in a process group of their own."""
+    """Start this many ranks with torchrun, in a separate process group."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={n_ranks}"]
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", str(_WORKER), str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -43,25 +44,25 @@ def launch(folder: Path, n_ranks: int, n_steps: int) -> subprocess.Popen[bytes]:
 
 
 def events(folder: Path, n_ranks: int) -> list[dict[str, Any]]:
-    """What the ranks of a launch have told so far."""
+    """Return the events that the ranks of a launch have reported so far."""
     texts = [path.read_text() for path in sorted(folder.glob(f"{n_ranks}-ranks.*.jsonl"))]
     lines = [line for text in texts for line in text.splitlines(keepends=True)]
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def kill_after(process: subprocess.Popen[bytes], folder: Path, n_ranks: int, n_saved: int) -> None:
-    """Kill all ranks, without a warning, once each has seen so many checkpoints published."""
+    """Kill all ranks without warning, once each has seen ``n_saved`` checkpoints published."""
     try:
         while sum(event["event"] == "saved" for event in events(folder, n_ranks)) < n_saved * n_ranks:
             if process.poll() is not None:
-                raise RuntimeError(f"the ranks ended by themselves; see {folder}/{n_ranks}-ranks.log")
+                raise RuntimeError(f"the ranks ended before they were killed; see {folder}/{n_ranks}-ranks.log")
             time.sleep(0.05)
     finally:
         kill(process, [event["pid"] for event in events(folder, n_ranks) if event["event"] == "begin"])
 
 
 def kill(process: subprocess.Popen[bytes], pids: Iterable[int]) -> None:
-    """End a launch and its ranks, which torchrun starts in sessions of their own, at once."""
+    """Kill a launch and its ranks at once; torchrun starts the ranks in separate sessions."""
     if process.poll() is None:
         for pid in (process.pid, *pids):
             with contextlib.suppress(ProcessLookupError):
@@ -78,7 +79,7 @@ def finish(process: subprocess.Popen[bytes], folder: Path, n_ranks: int, timeout
 
 
 def run(folder: Path, timeout_s: float = 300.0) -> list[dict[str, Any]]:
-    """Train on two ranks, kill them, go on with three, then with one; one row a launch."""
+    """Train on two ranks, kill them, continue with three and then with one; return one row per launch."""
     kill_after(launch(folder, 2, 1_000_000), folder, 2, n_saved=3)
     rows = [row(folder, 2)]
     for n_ranks in (3, 1):
@@ -90,10 +91,10 @@ def run(folder: Path, timeout_s: float = 300.0) -> list[dict[str, Any]]:
 
 
 def row(folder: Path, n_ranks: int) -> dict[str, Any]:
-    """What became of a launch."""
-    told = events(folder, n_ranks)
-    begun = [event for event in told if event["event"] == "begin"]
-    saved = [event for event in told if event["event"] == "saved"]
+    """Summarize a launch."""
+    found = events(folder, n_ranks)
+    begun = [event for event in found if event["event"] == "begin"]
+    saved = [event for event in found if event["event"] == "saved"]
     last = max(event["step"] for event in saved)
     return {
         "n_ranks": n_ranks,
@@ -108,10 +109,12 @@ def row(folder: Path, n_ranks: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where store, models and logs go; by default a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="directory for store, models and logs (default: a temporary one)"
+    )
     folder = parser.parse_args().folder or Path(tempfile.mkdtemp(prefix="trajstore-ddp-"))
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"{'ranks':>5}  {'from step':>9}  {'steps taken over, by rank':<30}  {'saved at':>8}  {'steps':>7}  loss")
+    print(f"{'ranks':>5}  {'from step':>9}  {'steps received, by rank':<30}  {'saved at':>8}  {'steps':>7}  loss")
     for r in run(folder):
         taken = " + ".join(map(str, r["taken_over"]))
         print(

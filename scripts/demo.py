@@ -29,29 +29,29 @@ import trajstore
 ROOT = Path(__file__).resolve().parent.parent
 N_STEPS, QUICK_STEPS, LEAST_STEPS = 40_000, 1_600, 800
 FAILED = 1
-PIPE_WIDTH = 140  # columns, where the output is no terminal
+PIPE_WIDTH = 140  # columns if the output is not a terminal
 
 Event = dict[str, Any]
 
 
 class DemoError(Exception):
-    """The run did not show what it should."""
+    """The run did not behave as expected."""
 
 
-# ---- showing -------------------------------------------------------------------------------------------------
+# ---- output --------------------------------------------------------------------------------------------------
 
 
 class Show:
-    """Says what happens: with a bar where there is a terminal, in plain lines elsewhere."""
+    """Prints the events of a run: with a progress bar in a terminal, as plain lines elsewhere."""
 
     def __init__(self, console: Console, plan: Plan) -> None:
         self.console, self.plan = console, plan
-        words = "{task.fields[said]}"
-        columns = (TextColumn(" "), BarColumn(18), TextColumn(words), TimeElapsedColumn())
+        template = "{task.fields[text]}"
+        columns = (TextColumn(" "), BarColumn(18), TextColumn(template), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self._task = self._progress.add_task("", total=plan.n_steps, said="starting")
+        self._task = self._progress.add_task("", total=plan.n_steps, text="starting")
         self._newest: Event | None = None
-        self._means: list[str] = []  # of greedy episodes, since the last checkpoint
+        self._means: list[str] = []  # mean returns of greedy episodes since the last checkpoint
 
     def heading(self, number: int, text: str) -> None:
         self.console.print(f"\n[bold]{number}  {text}[/bold]")
@@ -64,17 +64,17 @@ class Show:
         with self._progress:
             yield
 
-    def take(self, event: Event) -> None:
+    def show_event(self, event: Event) -> None:
         kind = event["event"]
         if kind in ("progress", "finished"):
             self._newest = event
-            self._progress.update(self._task, completed=event["step"], said=figures(event))
+            self._progress.update(self._task, completed=event["step"], text=figures(event))
         elif kind in ("evaluated", "confirmed"):
             self._means.append(f"{event['mean']:.0f}")
         elif kind == "checkpoint":
-            self._say_saved(event)
+            self._print_checkpoint(event)
 
-    def _say_saved(self, event: Event) -> None:
+    def _print_checkpoint(self, event: Event) -> None:
         greedy = f"greedy {', then '.join(self._means)}; saved [cyan]{event['id']}[/cyan]"
         now = f" | {figures(self._newest)}" if self._newest and not self.console.is_terminal else ""
         self.line(f"step {event['step']:>6,}: {greedy} ({event['seconds']:.2f} s){now}")
@@ -82,7 +82,7 @@ class Show:
 
 
 def figures(event: Event) -> str:
-    """The newest figures in one line."""
+    """Return the newest figures in one line."""
     mean = "-" if event["return"] is None else f"{event['return']:.0f}"
     rates = f"{event['steps_per_s']:,.0f} steps/s, {event['updates_per_s']:,.0f} batches/s"
     return f"return {mean}, loss {event['loss']:.3f}, {rates}"
@@ -93,7 +93,7 @@ def figures(event: Event) -> str:
 
 @contextlib.contextmanager
 def started(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A process that is gone at the end, whatever happens."""
+    """Start a process, and end it when the block is left."""
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -113,7 +113,7 @@ def events_of(process: subprocess.Popen[str]) -> Iterator[Event]:
 
 
 class Demo:
-    """A run: its processes, what they told, and how large the store was meanwhile."""
+    """A run: its processes, the events they reported, and the size of the store over time."""
 
     def __init__(self, plan: Plan, files: Files, show: Show) -> None:
         self.plan, self.files, self.show = plan, files, show
@@ -126,25 +126,25 @@ class Demo:
         return self.sessions[-1][-1]
 
     def first_session(self) -> None:
-        """Train; until the end, or until the plan says to kill it.
+        """Train to the end, or until the plan says to kill the process.
 
         Raises:
             DemoError: The process failed.
         """
         with started(command(self.plan, self.files, is_resumed=False)) as process:
-            self.show.heading(1, f"Training in a process of its own (pid {process.pid})")
-            self._say_plan()
+            self.show.heading(1, f"Training in a separate process (pid {process.pid})")
+            self._print_plan()
             is_killed = self._follow(process, self.plan.kill_at)
         if not is_killed:
             self._check_ended(process)
             return
         if process.returncode != -signal.SIGKILL:
-            raise DemoError(f"the process was to end by signal 9, it ended with {process.returncode}")
+            raise DemoError(f"expected the process to end by signal 9, got exit code {process.returncode}")
         self.show.heading(2, f"kill -9 {process.pid}, in the middle of everything")
-        self._look_at_the_remains()
+        self._inspect_after_kill()
 
     def second_session(self) -> None:
-        """Resume from the newest pair of checkpoints, and train on.
+        """Resume from the newest pair of checkpoints, and continue training.
 
         Raises:
             DemoError: The process failed.
@@ -155,15 +155,15 @@ class Demo:
         self._check_ended(process)
 
     def _follow(self, process: subprocess.Popen[str], kill_at: int | None) -> bool:
-        """Show what a process tells until it ends, or kill it at a step; says which."""
-        told: list[Event] = []
-        self.sessions.append(told)
+        """Show the events of a process until it ends, or kill it at a step; return whether it was killed."""
+        events: list[Event] = []
+        self.sessions.append(events)
         with self.show.bar():
             for event in events_of(process):
-                told.append(event)
+                events.append(event)
                 if event["event"] == "resumed":
-                    self._say_resumed(event)
-                self.show.take(event)
+                    self._print_resumed(event)
+                self.show.show_event(event)
                 self._measure(event)
                 if kill_at is not None and event["event"] == "progress" and event["step"] >= kill_at:
                     process.send_signal(signal.SIGKILL)
@@ -172,16 +172,16 @@ class Demo:
         process.wait()
         return False
 
-    def _say_plan(self) -> None:
+    def _print_plan(self) -> None:
         plan, line = self.plan, self.show.line
         line(f"{plan.n_envs} environments fill a prioritised buffer of {plan.capacity:,} steps, each with its")
         line(f"state, {HEIGHT} x {WIDTH} frame, action and reward. greedy: mean return of {plan.n_greedy}")
-        line("episodes without exploring; return: that of the newest with it.")
+        line("episodes without exploration; return: mean return of the newest episodes with it.")
 
     def _check_ended(self, process: subprocess.Popen[str]) -> None:
-        told = self.sessions[-1]
-        if process.returncode != 0 or not told or told[-1]["event"] != "finished":
-            raise DemoError(f"training ended with {process.returncode}; what went wrong stands above")
+        events = self.sessions[-1]
+        if process.returncode != 0 or not events or events[-1]["event"] != "finished":
+            raise DemoError(f"training ended with exit code {process.returncode}; see the error above")
 
     def _measure(self, event: Event) -> None:
         if event["event"] not in ("checkpoint", "finished"):
@@ -194,28 +194,28 @@ class Demo:
         if held:
             self.sizes.append((event["step"], stored_bytes(self.files.store), held[-1] * self._row_bytes))
 
-    def _look_at_the_remains(self) -> None:
+    def _inspect_after_kill(self) -> None:
         store = trajstore.open(self.files.store)
         last = max(event["step"] for event in self.sessions[0] if "step" in event)
-        self.show.line(f"It had told of step {last:,} and had no chance to tidy up.")
+        self.show.line(f"Its last report was of step {last:,}. It could not clean up.")
         self.show.line(f"The store opens: {len(store):,} episodes, {len(store.checkpoints)} checkpoints.")
         self.sizes = [size for size in self.sizes if size[0] <= last]
 
-    def _say_resumed(self, event: Event) -> None:
+    def _print_resumed(self, event: Event) -> None:
         line = self.show.line
         line(f"Buffer and agent of [cyan]{event['checkpoint']}[/cyan] are back ({event['seconds']:.2f} s).")
         line(f"The buffer holds {event['n_steps']:,} steps. {event['abandoned']:,} rows committed later are never")
-        line("mixed in, and go when their stream is evicted. The environments start anew:")
-        line("episodes that were open at the checkpoint read as cut.")
+        line("mixed in, and are deleted when their stream is evicted. The environments restart:")
+        line("episodes that were open at the checkpoint end as cut.")
         if event["digest"] == event["expected"]:
-            line(f"[green]The next {N_PROOF} batches, their errors and the weights after them are as[/green]")
+            line(f"[green]The next {N_PROOF} batches, their errors and the weights after them equal those[/green]")
             line(f"[green]before the kill, bit by bit (sha256 {event['digest'][:12]}).[/green]")
 
-    # ---- the outcome
+    # ---- outcome
 
     @property
     def is_exact(self) -> bool | None:
-        """Whether the resumed process went on as the killed one had; None: nothing was resumed."""
+        """Whether the resumed process repeated the updates of the killed one; None if nothing was resumed."""
         resumed = [e for session in self.sessions for e in session if e["event"] == "resumed"]
         return all(e["digest"] == e["expected"] for e in resumed) if resumed else None
 
@@ -236,9 +236,9 @@ class Demo:
 
 
 def stored_bytes(directory: Path) -> int:
-    """Bytes of all files below; files and directories that go meanwhile count nothing."""
+    """Return the bytes of all files in a directory. Files that are deleted while it runs do not count."""
     total = 0
-    for where, _, names in os.walk(directory):  # passes over directories that it does not find any more
+    for where, _, names in os.walk(directory):  # ignores directories that have been deleted
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 total += os.path.getsize(os.path.join(where, name))
@@ -246,10 +246,10 @@ def stored_bytes(directory: Path) -> int:
 
 
 def count_same_bytes(url: Path, n_episodes: int = 20) -> int:
-    """Read the newest episodes with trajstore and with plain zarr; how many bytes were the same.
+    """Read the newest episodes with trajstore and with plain zarr; return the number of equal bytes.
 
     Raises:
-        DemoError: Some were not.
+        DemoError: Some bytes differ.
     """
     store, group = trajstore.open(url), zarr.open_group(str(url), mode="r")
     n_bytes = 0
@@ -260,17 +260,19 @@ def count_same_bytes(url: Path, n_episodes: int = 20) -> int:
         stream: Any = group[f"streams/{key.stream}"]
         spans = stream["spans/ints"]
         columns = dict(zip(spans.attrs["columns"], spans[:].T, strict=True))
-        mine = np.flatnonzero(columns["episode"] == key.episode)
-        rows = np.concatenate([np.arange(columns["row_start"][k], columns["row_stop"][k]) for k in mine])
-        ours = store.read_episode(key)["observation"]["pixels"]
-        theirs = stream["steps/observation/pixels"].oindex[rows[: len(ours)]]
-        if ours.tobytes() != theirs.tobytes():
+        spans_of_episode = np.flatnonzero(columns["episode"] == key.episode)
+        rows = np.concatenate(
+            [np.arange(columns["row_start"][k], columns["row_stop"][k]) for k in spans_of_episode]
+        )
+        expected = store.read_episode(key)["observation"]["pixels"]
+        got = stream["steps/observation/pixels"].oindex[rows[: len(expected)]]
+        if expected.tobytes() != got.tobytes():
             raise DemoError(f"episode {key.episode} of {key.stream}: zarr reads its frames differently")
-        n_bytes += theirs.nbytes
+        n_bytes += got.nbytes
     return n_bytes
 
 
-# ---- the end -------------------------------------------------------------------------------------------------
+# ---- report --------------------------------------------------------------------------------------------------
 
 
 def report(demo: Demo, n_same: int, seconds: float) -> Table:
@@ -279,28 +281,28 @@ def report(demo: Demo, n_same: int, seconds: float) -> Table:
     cache, priorities = stats["cache"], finished["priorities"]
     _, stored, decoded = demo.sizes[-1]
     n_batches = finished["updates_per_s"]
-    since = "in all" if demo.is_exact is None else "since it was resumed"
+    since = "in total" if demo.is_exact is None else "since the resume"
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 3))
     table.add_column(style="bold")
     table.add_column()
     for name, text in {
         "return": _outcome(demo),
-        "throughput": f"{finished['steps_per_s']:,.0f} environment steps/s and {n_batches:,.0f} batches/s, that is"
+        "throughput": f"{finished['steps_per_s']:,.0f} environment steps/s and {n_batches:,.0f} batches/s, which is"
         f" {n_batches * plan.batch_size:,.0f} windows/s, all in one thread",
-        "drawing": f"{finished['sampled_per_s']:,.0f} windows/s of the time spent in sample()",
-        "time went to": ", ".join(f"{what} {100 * s / spent['all']:.0f} %" for what, s in _largest(spent)),
+        "drawing": f"{finished['sampled_per_s']:,.0f} windows per second of sample()",
+        "time spent": ", ".join(f"{what} {100 * s / spent['all']:.0f} %" for what, s in _largest(spent)),
         "buffer": f"{stats['n_steps']:,} steps in {stats['n_episodes']:,} episodes;"
         f" {stats['evicted']['steps']['steps']:,} steps evicted, {stats['n_sampled']:,} windows drawn",
         "priorities": f"{priorities['min']:.2g} to {priorities['max']:.2g}, effective size"
         f" {priorities['effective_sample_size']:,.0f} of {priorities['n_windows']:,} windows",
-        "bytes": f"{mib(stored)} on disk, checkpoints and what they keep included; the buffer's steps are"
+        "bytes": f"{mib(stored)} on disk, including checkpoints and the rows they keep; the buffer's steps are"
         f" {mib(decoded)} decoded",
         "cache": f"{cache['hits']:,} hits, {cache['misses']:,} misses, {mib(cache['bytes_read'])} read from disk"
         f" {since}",
         "commits": f"{stats['writer']['commits']:,}, {stats['writer']['committed_rows']:,} rows {since};"
         f" {stats['storage']['n_chunks_deleted']:,} chunks of evicted steps deleted",
         "plain zarr": f"reads the frames of the newest episodes as trajstore does ({mib(n_same)} compared)",
-        "all of it": f"{seconds:.0f} s",
+        "total time": f"{seconds:.0f} s",
     }.items():
         table.add_row(name, text)
     return table
@@ -309,9 +311,9 @@ def report(demo: Demo, n_same: int, seconds: float) -> Table:
 def _outcome(demo: Demo) -> str:
     plan = demo.plan
     if plan.goal is None:
-        return "a quick run, which claims nothing"
-    told = [e for e in demo.sessions[-1] if e["event"] in ("evaluated", "confirmed")]
-    mean = f"{told[-1]['mean']:.0f} over {plan.n_greedy} greedy episodes" if told else "no greedy episode"
+        return "not evaluated in a quick run"
+    evaluated = [e for e in demo.sessions[-1] if e["event"] in ("evaluated", "confirmed")]
+    mean = f"{evaluated[-1]['mean']:.0f} over {plan.n_greedy} greedy episodes" if evaluated else "no greedy episode"
     verdict = f"after {demo.finished['step']:,} steps" if demo.finished["is_reached"] else "not reached"
     return f"{mean} (goal {plan.goal:.0f}, twice in a row: {verdict})"
 
@@ -326,19 +328,19 @@ def mib(n_bytes: int) -> str:
 
 
 def short(path: str | Path) -> str:
-    """The path as one would type it here."""
+    """Return the path relative to the current directory if it is inside it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith(os.pardir) else relative
 
 
-def next_steps(files: Files, pictures: Sequence[Path]) -> str:
+def next_steps(files: Files, plots: Sequence[Path]) -> str:
     where, bin_ = short(files.store), Path(sys.executable).parent
     longest = int(np.argmax(trajstore.open(files.store).episodes["length"]))
     return f"""
 Store:    {where}
-Pictures: {", ".join(short(picture) for picture in pictures)}
+Plots:    {", ".join(short(plot) for plot in plots)}
 
-Look at it:
+Inspect it:
 
   {short(bin_ / "trajstore")} info {where}
   {short(bin_ / "trajstore")} verify {where}
@@ -347,9 +349,9 @@ or with {short(sys.executable)}:
 
   import trajstore
   store = trajstore.open({where!r})
-  store.episodes.to_pandas()  # one row an episode
+  store.episodes.to_pandas()  # one row per episode
   store.read_episode({longest}, fields=["action"], stop=10)  # a few steps of one field
-  buffer = trajstore.ReplayBuffer.resume({where!r}, "latest")  # go on
+  buffer = trajstore.ReplayBuffer.resume({where!r}, "latest")  # continue
 
   import zarr  # the same store, without trajstore
   zarr.open_group({where!r}, mode="r").tree()
@@ -357,17 +359,17 @@ or with {short(sys.executable)}:
 Or open notebooks/explore_a_store.ipynb, with TRAJSTORE_DEMO={files.store.resolve()}"""
 
 
-# ---- the command ---------------------------------------------------------------------------------------------
+# ---- command line --------------------------------------------------------------------------------------------
 
 
-def fresh(path: Path) -> Path:
-    """The path, or the first of path-2, path-3, ... at which there is nothing yet."""
+def find_free(path: Path) -> Path:
+    """Return the path, or the first of path-2, path-3, ... that does not exist or is empty."""
     path = path.resolve()
     names = itertools.chain([path], (path.with_name(f"{path.name}-{n}") for n in itertools.count(2)))
     return next(p for p in names if not p.exists() or (p.is_dir() and not any(p.iterdir())))
 
 
-def natural(text: str, least: int = 0) -> int:
+def parse_count(text: str, least: int = 0) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected a number from {least}, got {text!r}")
     return int(text)
@@ -378,26 +380,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="scripts/demo",
         description=f"An agent learns {TASK} from a prioritised replay buffer on disk, in a process that is killed "
         "half-way with SIGKILL. A new process resumes buffer and agent from the newest checkpoint, shows that it "
-        "goes on exactly as the first one did, and learns on until the agent reaches its goal. Ends with 1 if it "
-        "does not, or if anything differs.",
-        epilog="Without options this takes a minute or two and leaves the store and two pictures in runs/demo.",
+        "continues exactly like the first one, and trains until the agent reaches its goal. Exits with 1 if the "
+        "goal is not reached or anything differs.",
+        epilog="Without options this takes a minute or two and writes the store and two plots to runs/demo.",
     )
     parser.add_argument(
         "--directory",
         type=Path,
         default=ROOT / "runs" / "demo",
         metavar="DIR",
-        help="where store, agent and pictures go; if it is taken, DIR-2, DIR-3, ... (default: runs/demo)",
+        help="directory for store, agent and plots; if it exists, DIR-2, DIR-3, ... (default: runs/demo)",
     )
-    parser.add_argument("--seed", type=natural, default=0, metavar="N", help="of everything (default: 0)")
+    parser.add_argument(
+        "--seed", type=parse_count, default=0, metavar="N", help="seed of everything random (default: 0)"
+    )
     parser.add_argument(
         "--steps",
-        type=lambda text: natural(text, LEAST_STEPS),
+        type=lambda text: parse_count(text, LEAST_STEPS),
         metavar="N",
-        help=f"environment steps, at the most (default: {N_STEPS:,}; quick: {QUICK_STEPS:,})",
+        help=f"maximum number of environment steps (default: {N_STEPS:,}; quick: {QUICK_STEPS:,})",
     )
     parser.add_argument("--no-kill", action="store_true", help="let the first process train to the end")
-    parser.add_argument("--quick", action="store_true", help="a few seconds, without a claim on the return")
+    parser.add_argument("--quick", action="store_true", help="take a few seconds, and do not check the return")
     return parser.parse_args(argv)
 
 
@@ -405,7 +409,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     start = time.perf_counter()
     n_steps = args.steps or (QUICK_STEPS if args.quick else N_STEPS)
     plan = plan_of(args.seed, n_steps, is_killed=not args.no_kill, is_quick=args.quick)
-    files = Files(fresh(args.directory))
+    files = Files(find_free(args.directory))
     files.directory.mkdir(parents=True, exist_ok=True)
     demo = Demo(plan, files, Show(console, plan))
     console.print(f"[bold]trajstore[/bold]: learning {TASK} from a replay buffer at {short(files.store)}")
@@ -413,13 +417,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if plan.kill_at is not None:
         demo.second_session()
     n_same = count_same_bytes(files.store)
-    pictures = [files.directory / name for name in ("learning.png", "buffer.png")]
-    told = Run(demo.sessions)
-    plot_learning(told, plan.goal, pictures[0])
-    plot_buffer(told, demo.sizes, pictures[1], capacity=plan.capacity, bin_updates=plan.bin_updates)
-    demo.show.heading(2 if args.no_kill else 4, "What came of it")
+    plots = [files.directory / name for name in ("learning.png", "buffer.png")]
+    reported = Run(demo.sessions)
+    plot_learning(reported, plan.goal, plots[0])
+    plot_buffer(reported, demo.sizes, plots[1], capacity=plan.capacity, bin_updates=plan.bin_updates)
+    demo.show.heading(2 if args.no_kill else 4, "Results")
     console.print(report(demo, n_same, time.perf_counter() - start))
-    console.print(next_steps(files, pictures), markup=False)
+    console.print(next_steps(files, plots), markup=False)
     for problem in demo.problems():
         console.print(f"[bold red]FAILED: {problem}[/bold red]")
     return FAILED if demo.problems() else 0

@@ -1,8 +1,8 @@
-"""Collectors and a learner on CartPole, the buffer between them in Ray actors, one of which is killed half-way.
+"""Collectors and a learner on CartPole with a buffer in Ray actors, one of which is killed half-way.
 
     python scripts/ray_example.py            # about half a minute on two cores
 
-Nothing stops when the actor dies: Ray starts it again, it opens its partition from the store, and goes on.
+Nothing stops when the actor dies. Ray starts it again, it opens its partition from the store, and continues.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WINDOWS = Windows.transitions(n_step=3, gamma=GAMMA, fields=("observation/state"
 
 @ray.remote(num_cpus=0.5)
 class Collector:
-    """Environments that are recorded into the buffer, with actions of whatever weights are newest."""
+    """Runs environments with the newest weights, and records them into the buffer."""
 
     def __init__(self, buffer: RayReplayBuffer, seed: int) -> None:
         torch.set_num_threads(1)
@@ -48,7 +48,10 @@ class Collector:
         self._lengths = np.zeros(N_ENVS)
 
     def run(self, weights: dict[str, Any], noise: float, n_steps: int) -> tuple[list[float], int]:
-        """So many steps of each environment; returns the returns of episodes that ended, and steps lost so far."""
+        """Make ``n_steps`` steps in each environment.
+
+        Returns the returns of the episodes that ended, and the number of steps lost so far.
+        """
         self._agent.network.load_state_dict(weights)
         returns: list[float] = []
         for _ in range(n_steps):
@@ -64,7 +67,7 @@ class Collector:
 
 @dataclass(frozen=True)
 class Round:
-    """What happened in one round."""
+    """The figures of one round."""
 
     n_steps: int
     n_updates: int
@@ -75,7 +78,7 @@ class Round:
 
 
 def run_rounds(url: str, n_rounds: int, n_steps: int, n_updates: int) -> list[Round]:
-    """Collect and learn beside each other; the first actor is killed in the middle of the run."""
+    """Collect and learn at the same time. The first actor is killed in the middle of the run."""
     schema = schema_of(WithFrames(make_envs(1)))
     options = {"sample": WINDOWS, "priorities": Priorities(alpha=0.6, beta=0.4), "cache_bytes": "256MB"}
     actor_options = {"num_cpus": 0.5}
@@ -90,7 +93,7 @@ def run_rounds(url: str, n_rounds: int, n_steps: int, n_updates: int) -> list[Ro
             running = [collector.run.remote(weights, noise, n_steps) for collector in collectors]
             note = ""
             if number == 0:
-                ray.get(running)  # there is nothing to learn from before
+                ray.get(running)  # the buffer is empty before
             if number == n_rounds // 2:
                 os.kill(buffer.stats()[0]["pid"], signal.SIGKILL)
                 note = "killed actor 0"
@@ -107,7 +110,7 @@ def run_rounds(url: str, n_rounds: int, n_steps: int, n_updates: int) -> list[Ro
 
 
 def _finished(buffer: RayReplayBuffer, agent: Agent, found: list[tuple[list[float], int]], note: str) -> Round:
-    returns = [one for some, _ in found for one in some]
+    returns = [episode_return for episode_returns, _ in found for episode_return in episode_returns]
     mean = float(np.mean(returns)) if returns else float("nan")
     pids = [stats["pid"] for stats in buffer.stats()]
     return Round(buffer.n_steps, agent.n_updates, mean, sum(lost for _, lost in found), pids, note)

@@ -66,7 +66,8 @@ from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import Writer
 
 if TYPE_CHECKING:
-    from trajstore.distributed.partitions import PartitionReport, Partitions
+    from trajstore.distributed.partition_report import PartitionReport
+    from trajstore.distributed.partitions import Partitions
     from trajstore.distributed.redistribution import redistribute
     from trajstore.replay.buffer import ReplayBuffer
     from trajstore.replay.pacing import SamplesPerInsert
@@ -138,7 +139,7 @@ _NEED_TORCH = {
     "Hindsight": "trajstore.sampling.hindsight",
     "Linear": "trajstore.sampling.priority_options",
     "Mixture": "trajstore.sampling.mixture",
-    "PartitionReport": "trajstore.distributed.partitions",
+    "PartitionReport": "trajstore.distributed.partition_report",
     "Partitions": "trajstore.distributed.partitions",
     "Priorities": "trajstore.sampling.priority_options",
     "Reader": "trajstore.sampling.reader",

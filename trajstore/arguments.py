@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write them."""
+"""Checks of arguments that many entry points take: sizes in bytes, positive integers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 
 def parse_bytes(value: int | str, name: str) -> int:
     """A positive number of bytes from an int or from text such as ``"4GiB"`` or ``"500MB"``.
+
+    Args:
+        value: The size.
+        name: Name of the argument, for the message.
+
+    Raises:
+        ValueError: It is not a positive size.
 
     >>> parse_bytes("4KiB", "cache_bytes")
     4096
@@ -25,6 +32,10 @@ def parse_bytes(value: int | str, name: str) -> int:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Refuse what is no positive integer."""
+    """Refuse a value that is not a positive integer.
+
+    Raises:
+        ValueError: It is something else; the message gives the argument's ``name``.
+    """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}: expected a positive integer, got {value!r}")

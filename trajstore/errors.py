@@ -1,81 +1,81 @@
-"""The error tree, sorted by what a caller would do about it.
+"""The errors that trajstore raises, one for each thing that a caller could do about them.
 
-Every error is also the builtin exception a caller would expect, so code that knows nothing of
-trajstore still catches it.
+Every error is also the builtin exception that a caller would expect, so code that does not know trajstore
+still catches it.
 """
 
 
 class TrajstoreError(Exception):
-    """Root of every error that trajstore raises on purpose."""
+    """Base class of all errors that trajstore raises on purpose."""
 
 
 class StoreNotFoundError(TrajstoreError, FileNotFoundError):
-    """There is no store at the URL: check the URL, or create one."""
+    """No store exists at the URL. Check the URL, or create a store."""
 
 
 class StoreExistsError(TrajstoreError, FileExistsError):
-    """The URL is taken: open it instead, or choose another."""
+    """A store exists at the URL already. Open it, or choose another URL."""
 
 
 class FormatError(TrajstoreError, ValueError):
-    """What lies at the URL is not a store this version reads: foreign, newer, or hostile metadata."""
+    """The objects at the URL are not a store that this version reads: foreign, newer, or hostile metadata."""
 
 
 class CorruptionError(TrajstoreError, ValueError):
-    """A committed object is damaged or missing: restore it from a copy."""
+    """A committed object is damaged or missing. Restore it from a copy."""
 
 
 class SchemaError(TrajstoreError, ValueError):
-    """A schema is invalid, or two schemas that must agree do not."""
+    """A schema is invalid, or two schemas that must be equal differ."""
 
 
 class DataError(TrajstoreError, ValueError):
-    """Data handed in does not fit; nothing was stored."""
+    """An argument or appended data is not as expected. Nothing was stored."""
 
 
 class NotReadyError(DataError, LookupError):
-    """There is nothing to draw from yet: wait for more data, or ask for other windows."""
+    """No window can be sampled yet. Wait for more data, or ask for other windows."""
 
 
 class EpisodeNotFoundError(TrajstoreError, LookupError):
-    """No such episode, or no open episode in that environment."""
+    """The episode does not exist, or the environment has no open episode."""
 
 
 class CheckpointNotFoundError(TrajstoreError, LookupError):
-    """No such checkpoint: the message lists those that there are."""
+    """The checkpoint does not exist. The message lists those that exist."""
 
 
 class AmbiguousCheckpointError(TrajstoreError, LookupError):
-    """Several checkpoints could be meant: name one of those that the message lists."""
+    """Several checkpoints match. Name one of those that the message lists."""
 
 
 class StepPlacedError(TrajstoreError, RuntimeError):
-    """The step has its final place on disk and can't be amended any more."""
+    """A commit has given the step its place on disk, so it can no longer be amended."""
 
 
 class ClosedError(TrajstoreError, RuntimeError):
-    """The writer is closed, or belongs to another process: open a new one."""
+    """The object is closed, or belongs to another process. Open a new one."""
 
 
 class StorageError(TrajstoreError, OSError):
-    """The storage failed: what is committed is safe; try again when it works."""
+    """The storage failed. Committed data is safe; try again when the storage works."""
 
 
 class ConflictError(StorageError):
-    """Somebody else wrote an object that belongs to this writer alone."""
+    """Another process changed or removed an object that only this writer may write."""
 
 
 class SnapshotExpiredError(TrajstoreError, LookupError):
-    """Rows that this snapshot shows were evicted meanwhile: refresh."""
+    """Rows that this snapshot shows were evicted after it was taken. Refresh."""
 
 
 class RankError(TrajstoreError, RuntimeError):
-    """Another rank failed, disagrees, or is not who it should be: the message names it; nothing was published."""
+    """Another rank failed, disagrees, or is not the expected one. The message names it; nothing was published."""
 
 
 class RankTimeoutError(RankError, TimeoutError):
-    """A rank did not answer in time: see whether it is still alive."""
+    """A rank did not answer in time. Check whether it is still running."""
 
 
 class MissingExtraError(TrajstoreError, ImportError):
-    """An optional dependency is not installed: the message says which extra to install."""
+    """An optional dependency is not installed. The message says which extra to install."""

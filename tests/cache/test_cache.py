@@ -18,8 +18,9 @@ import trajstore
 from tests.sampling.test_batch_iterator import FIELDS, open_store, write
 from tests.support.sharding import mark, pack, read_record
 from trajstore import CorruptionError, Field, Reader, Schema, SnapshotExpiredError, Store, Windows
-from trajstore.cache.chunk_cache import ChunkCache, RowRequest
+from trajstore.cache.chunk_cache import ChunkCache
 from trajstore.cache.compressed_tier import CompressedTier
+from trajstore.cache.row_request import RowRequest
 from trajstore.format.commit_record import SessionView
 
 OBS_PAGE, ACTION_PAGE = 4 * 16, 8 * 8
@@ -142,7 +143,7 @@ def test_the_least_recently_used_chunk_goes_first() -> None:
         reader.at(all_of(*episodes), spec)
         return int(reader.stats()["misses"] - before)
 
-    slots = reader._source.cache._columns["obs"].n_slots
+    slots = reader.assembler.cache._columns["obs"].table.n_slots
     assert slots >= 3
     assert misses(*range(slots)) == slots
     assert misses(0) == 0
@@ -176,16 +177,16 @@ def test_pinned_chunks_stay() -> None:
 def test_what_does_not_fit_is_not_pinned() -> None:
     store, _ = open_store([4] * 40)
     reader = Reader(store, cache_bytes=8 * (OBS_PAGE + ACTION_PAGE))
-    with pytest.raises(ValueError, match=r"field 'obs': 40 chunks can't be pinned, the cache holds \d+"):
+    with pytest.raises(ValueError, match=r"field 'obs': 40 chunks can't be pinned, the cache holds \d+; pin fewer"):
         reader.pin(all_of(*range(40)), Windows())
-    assert all(column.n_pinned == 0 for column in reader._source.cache._columns.values())
+    assert all(column.table.n_pinned == 0 for column in reader.assembler.cache._columns.values())
     check(reader.sample(64, Windows()))
 
 
 def test_pinning_the_same_again_changes_nothing() -> None:
     store, _ = open_store([4] * 40)
     reader = Reader(store, cache_bytes=16 * (OBS_PAGE + ACTION_PAGE))
-    n = reader._source.cache._columns["obs"].n_slots - 2
+    n = reader.assembler.cache._columns["obs"].table.n_slots - 2
     for _ in range(3):
         reader.pin(all_of(*range(n)), Windows(fields=["obs"]))
     everything(reader)
@@ -325,9 +326,9 @@ def test_rows_of_a_page_that_is_not_there_are_an_error_and_not_what_lies_beside(
     assert gathered(cache, [1] * 120, list(range(120)))["obs"][0, 50].tolist() == [12, 2]
     for column in cache._columns.values():
         page = np.array([50 // column.page_rows])
-        column.forget(page)
-        column.n_resident += 1  # as if nothing were missing
-    with pytest.raises(RuntimeError, match="field 'obs': rows were asked for that nobody read"):
+        column.table.forget(page)
+        column.table.n_resident += 1  # as if nothing were missing
+    with pytest.raises(RuntimeError, match="field 'obs': row 50 of a batch is not in the cache"):
         gathered(cache, [1, 1], [0, 50])
 
 
@@ -577,7 +578,7 @@ def test_the_index_takes_few_bytes_an_episode() -> None:
             writer.commit()
     store.refresh()
     reader = Reader(store)
-    stats, index = reader.stats(), reader._source.index
+    stats, index = reader.stats(), reader.assembler.index
     assert stats["n_episodes"] == n
     assert stats["n_spans"] >= n
     assert index.nbytes - index.span_nbytes <= 64 * n
@@ -610,5 +611,5 @@ def test_compiled_loops_are_compiled_once() -> None:
             write(more, [3] * 4)
         write(writer, [2], first=100)
         reader.refresh()
-    for name in ("draw", "frame", "rows", "distinct_pages", "copy_columns"):
+    for name in ("draw", "window_steps", "rows", "distinct_pages", "copy_columns"):
         assert len(getattr(kernels, name).signatures) == 1, name

@@ -22,7 +22,8 @@ from tests.conftest import Place
 from tests.support.sharding import mark, read_record
 from trajstore import Field, Schema
 from trajstore.cli import app as cli
-from trajstore.cli.command import storage_options
+from trajstore.cli.info import print_info
+from trajstore.cli.parameters import parse_storage_options
 from trajstore.storage import LocalStorage
 from trajstore.store.checkpoints import Checkpoint, new_checkpoint_id, save
 
@@ -181,7 +182,7 @@ def test_tables_fit_a_terminal_of_100_columns(template: Path) -> None:
     facts = run_json("info", template, "--sizes")
     console = Console(width=100, record=True, file=sys.stderr, quiet=False, markup=False, highlight=False)
     with console.capture() as captured:
-        cli._show_info(console, facts)
+        print_info(console, facts)
     lines = captured.get().splitlines()
     assert max(len(line) for line in lines) <= 100
     assert any(facts["streams"][0]["id"] in line for line in lines)  # in one piece, to be copied
@@ -206,7 +207,7 @@ def test_sample_shows_keys_shapes_and_figures(template: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     assert re.search(r"observation/pixels +16x8x8x8 +uint8 +0 +0 +0\b", result.stdout)
     assert re.search(r"latent +16x8x2 +bfloat16 +1 +1 +1\b", result.stdout)
-    for part in ("n_step/return", "16x3", "steps a second", "everything fits; ", "compressed"):
+    for part in ("n_step/return", "16x3", "steps per second", "everything fits; ", "compressed"):
         assert part in result.stdout
 
 
@@ -338,7 +339,7 @@ def test_no_store_is_said_in_one_line(command: str, tmp_path: Path) -> None:
 def test_a_store_in_memory_is_refused(command: str) -> None:
     result = run(command, "memory://x")
     assert result.exit_code == 2
-    assert "gone with the process" in result.stderr
+    assert "stores end with their process" in result.stderr
 
 
 @pytest.mark.parametrize("command", sorted(cli.COMMANDS))
@@ -416,7 +417,7 @@ def test_an_object_store_is_reached_with_options_that_are_not_shown(new_place: A
 
 def test_options_nest_and_are_json_where_they_look_so() -> None:
     pairs = ["key=123", "anon=true", "token=a=b", 'kwargs={"x": 1}', "config.retries.mode=fast"]
-    assert storage_options(pairs) == {
+    assert parse_storage_options(pairs) == {
         "key": "123",
         "anon": True,
         "token": "a=b",

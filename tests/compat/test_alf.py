@@ -43,7 +43,7 @@ def experience(env_ids: Any, number: Any, step_type: Any, discount: Any = 1.0, p
 
 
 def kind(t: int, length: int) -> int:
-    """The type of step t where all episodes have so many steps."""
+    """The type of step t if all episodes have the same length."""
     return int(FIRST if t % length == 0 else LAST if t % length == length - 1 else MID)
 
 
@@ -61,7 +61,7 @@ def made() -> Iterator[Any]:
 
 
 def fill(buffer: ReplayBuffer, env: int, n_steps: int, first: int = 0, episode: int = 5) -> None:
-    """Add steps to one row, in episodes of so many that end with LAST."""
+    """Add steps to one environment, in episodes of one length that end with LAST."""
     for t in range(first, first + n_steps):
         buffer.add_batch(experience([env], t, kind(t, episode), 0.0 if t % 2 else 1.0), torch.tensor([env]))
 
@@ -95,7 +95,7 @@ def test_a_batch_adds_one_step_to_each_listed_row_and_rows_fill_by_themselves(ma
 @pytest.mark.parametrize(
     ("env_ids", "says"),
     [
-        ([1, 1], "expected each row once, got"),
+        ([1, 1], "expected each environment once, got"),
         ([0, 4], "expected 0 to 3, got 0 to 4"),
         ([0.5, 1.0], "some integers"),
     ],
@@ -163,7 +163,7 @@ def test_rows_are_rings_whatever_is_added(
     batches: list[dict[int, int]], max_length: int, length: int, prioritised: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(alf_buffer, "_LEAST_SWEEP", 5)
+        patch.setattr(alf_buffer, "_MIN_EVICTION", 5)
         buffer = ReplayBuffer(None, 3, max_length, prioritized_sampling=prioritised, **OPTIONS)
         model = Model(3, max_length)
         add_all(buffer, model, batches)
@@ -204,7 +204,7 @@ def check_rows(buffer: ReplayBuffer, model: Model) -> None:
 def check_windows(buffer: ReplayBuffer, model: Model, length: int) -> None:
     wanted = model.windows(length)
     if not wanted:
-        with pytest.raises(NotReadyError, match=f"{length} steps that follow each other"):
+        with pytest.raises(NotReadyError, match=f"{length} consecutive steps"):
             buffer.get_batch(4, length)
         return
     batch, info = buffer.get_batch(len(wanted), length)
@@ -214,7 +214,7 @@ def check_windows(buffer: ReplayBuffer, model: Model, length: int) -> None:
 
 
 def test_a_full_row_takes_nothing_from_another(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alf_buffer, "_LEAST_SWEEP", 8)
+    monkeypatch.setattr(alf_buffer, "_MIN_EVICTION", 8)
     buffer = made(2, 20)
     fill(buffer, 0, 7)
     fill(buffer, 1, 300)
@@ -232,7 +232,7 @@ def test_an_episode_longer_than_its_row_stays_and_began_before(made: Any) -> Non
     assert set(starts(buffer, 9, 2)) == {(0, p) for p in range(25, 34)}
     assert (buffer.get_episode_begin_position(position, env) == 0).all()
     assert buffer.steps_to_episode_end(position, env).tolist() == list(range(9, -1, -1))
-    with pytest.raises(IndexError, match="that row has 25 to 34"):
+    with pytest.raises(IndexError, match="that environment has 25 to 34"):
         buffer.get_field("reward", env[:1], torch.tensor([0]))
 
 
@@ -304,14 +304,14 @@ def test_batches_are_the_nests_that_were_added(made: Any) -> None:
         "time_step.observation", info.env_ids[:, None], info.positions[:, None] + torch.arange(2)
     )
     assert part[1]["image"].shape == (6, 2, 4, 4)
-    with pytest.raises(KeyError, match="no field 'time_step/obs'; here there are step_type, reward"):
+    with pytest.raises(KeyError, match="no field 'time_step/obs'; the fields at this level are step_type, reward"):
         buffer.get_field("time_step.obs", torch.tensor([0]), torch.tensor([0]))
 
 
 def test_a_spec_says_what_steps_are_like_before_any_is_added(made: Any) -> None:
     spec = {"step_type": torch.zeros((), dtype=torch.int32), "reward": torch.zeros(()), "x": torch.zeros(3)}
     buffer = ReplayBuffer(spec, 2, 10, **OPTIONS)
-    with pytest.raises(NotReadyError, match="2 steps that follow each other; the fullest has 0"):
+    with pytest.raises(NotReadyError, match="2 consecutive steps; the fullest has 0 steps"):
         buffer.get_batch(4, 2)
     with pytest.raises(DataError, match="field 'x': expected float32"):
         buffer.add_batch({k: torch.stack([v, v]) for k, v in (spec | {"x": torch.zeros(4)}).items()})
@@ -330,7 +330,7 @@ def test_every_window_is_as_likely_however_much_its_row_holds(made: Any) -> None
     counts = np.zeros((4, 300), int)
     for env, position in starts(buffer, 40_000, 2):
         counts[env, position] += 1
-    sizes = [4, 199, 59, 0]  # the last row is too short for a window, and holds nobody up
+    sizes = [4, 199, 59, 0]  # the last environment is too short for a window and does not block the others
     assert (counts > 0).sum(1).tolist() == sizes
     expected = 40_000 / sum(sizes)
     drawn = counts[counts > 0]
@@ -550,7 +550,7 @@ def goals(made: Any, n_rows: int = 2, episode: int = 7) -> ReplayBuffer:
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_hindsight_gives_goals_of_the_same_episode_for_windows_of_any_length(made: Any, length: int) -> None:
-    buffer = goals(made)  # theirs took two steps and no more
+    buffer = goals(made)  # ALF takes exactly two steps
     relabel = Hindsight(
         "future",
         fraction=1.0,
@@ -745,7 +745,7 @@ def test_a_save_that_breaks_off_leaves_the_checkpoint_before(tmp_path: Path) -> 
 
 
 def ranks_of(url: str, world_size: int, call: Callable[[ReplayBuffer], Any], **options: Any) -> list[Any]:
-    """What a function makes of the buffer of each of so many ranks that resume a checkpoint."""
+    """Resume a checkpoint with several ranks; returns the function's result for the buffer of each."""
     common = OPTIONS | {
         "num_environments": 2,
         "max_length": 40,
@@ -766,7 +766,7 @@ def contents(buffer: ReplayBuffer) -> list[tuple[int, int, int, float]]:
     weights = weighted(buffer, 4000, 1)
     position = info.positions[:, None] + torch.arange(info.valid.shape[1])
     env, row = info.env_ids[:, None].expand_as(position)[info.valid], batch["env_id"][info.valid]
-    assert torch.equal(env, row)  # theirs kept those of rows that are no more
+    assert torch.equal(env, row)  # ALF keeps environments that no longer exist
     assert ((row >= 0) & (row < buffer.num_environments)).all()
     keys = list(zip(env.tolist(), position[info.valid].tolist(), strict=True))
     code = batch["observation"]["code"][info.valid].long().tolist()
@@ -889,7 +889,7 @@ def test_rows_have_no_gaps_where_episodes_were_dropped_from_them(tmp_path: Path)
         assert {p - int(info.positions) for _, p in starts(again, 100, 2)} == set(range(15))
 
 
-def test_rows_that_were_dealt_anew_have_no_gaps_either(tmp_path: Path) -> None:
+def test_redistributed_environments_have_no_gaps(tmp_path: Path) -> None:
     common = {"max_length": 50, "fsync": False} | OPTIONS
     with ReplayBuffer(None, 2, url=tmp_path / "run", **common) as buffer:
         for env in range(2):
@@ -907,7 +907,7 @@ def test_rows_that_were_dealt_anew_have_no_gaps_either(tmp_path: Path) -> None:
         assert {p - int(info.positions) for _, p in starts(again, 100, 2)} == set(range(19))
 
 
-def test_a_row_that_was_empty_does_not_begin_anew_after_resuming(tmp_path: Path) -> None:
+def test_an_empty_environment_does_not_restart_its_positions_after_resuming(tmp_path: Path) -> None:
     buffer = saved(tmp_path)
     buffer.clear([1])
     buffer.save_checkpoint("a", wait=True)
@@ -920,7 +920,7 @@ def test_a_row_that_was_empty_does_not_begin_anew_after_resuming(tmp_path: Path)
         assert again.current_size.tolist() == [20, 0, 4]
 
 
-def test_an_episode_without_its_beginning_begins_in_its_own_steps_after_rows_were_dealt_anew(
+def test_an_episode_without_its_beginning_begins_in_its_own_steps_after_a_redistribution(
     tmp_path: Path,
 ) -> None:
     with ReplayBuffer(None, 2, 10, url=tmp_path / "run", fsync=False, **OPTIONS) as buffer:
@@ -951,7 +951,9 @@ def test_fewer_rows_than_were_saved_need_a_policy(tmp_path: Path) -> None:
     buffer.save_checkpoint("a", wait=True)
     buffer.close()
     common = {"max_length": 60, "fsync": False} | OPTIONS
-    with pytest.raises(DataError, match="2 rows, but what was saved has 3; give a policy"):
+    with pytest.raises(
+        DataError, match="num_environments: expected at least 3, as in the store, got 2; give a policy"
+    ):
         ReplayBuffer.resume(tmp_path / "run", num_environments=2, **common)
     with ReplayBuffer.resume(tmp_path / "run", num_environments=2, policy="steps", **common) as again:
         assert again.total_size == 20 + 12 + 4
@@ -976,15 +978,15 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(made: Any) -> None:
         buffer.add_batch({name: value for name, value in good.items() if name != "reward"})
     with pytest.raises(DataError, match="field 'action': expected int64"):
         buffer.add_batch(good | {"action": torch.zeros(2)})
-    with pytest.raises(DataError, match="step_type: expected one for each of 2 rows"):
+    with pytest.raises(DataError, match="step_type: expected one for each of 2 environments"):
         buffer.add_batch(experience([0], 1, MID))
-    with pytest.raises(DataError, match="each row once"):
+    with pytest.raises(DataError, match="each environment once"):
         buffer.add_batch(good, [1, 1])
     with pytest.raises(ValueError, match="blocking"):
         buffer.add_batch(good, blocking=True)
     with pytest.raises(IndexError, match="env 2, position 0"):
         buffer.get_field("action", torch.tensor([2]), torch.tensor([0]))
-    buffer.add_batch(experience(range(2), 1, MID))  # the episodes go on
+    buffer.add_batch(experience(range(2), 1, MID))  # the episodes continue
     assert buffer.get_episode_begin_position(torch.tensor([1, 1]), torch.tensor([0, 1])).tolist() == [0, 0]
     with pytest.raises(DataError, match="expected a field 'step_type', got reward"):
         made(1).add_batch({"reward": torch.zeros(1)})
@@ -1082,7 +1084,7 @@ def named(buffer: ReplayBuffer) -> dict[tuple[int, int], tuple[int, ...]]:
     return dict(zip(keys, map(tuple, batch["observation"]["code"][info.valid].long().tolist()), strict=True))
 
 
-def test_a_position_names_one_step_however_often_rows_are_dealt_anew() -> None:
+def test_a_position_names_one_step_after_any_number_of_redistributions() -> None:
     url = f"memory://alf-{uuid.uuid4().hex}"
     save_ranks(url, 2)
     known: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -1104,7 +1106,7 @@ def test_a_position_names_one_step_however_often_rows_are_dealt_anew() -> None:
                 assert known.setdefault((rank, env, position), code) == code
 
 
-def test_rows_that_were_dealt_anew_stay_where_they_are_if_nothing_is_added() -> None:
+def test_redistributed_steps_keep_their_positions_if_nothing_is_added() -> None:
     url = f"memory://alf-{uuid.uuid4().hex}"
     save_ranks(url, 3)
 
@@ -1138,7 +1140,9 @@ def test_positions_of_dropped_steps_are_not_given_again(tmp_path: Path) -> None:
 def test_names_that_batches_need_are_refused_before_anything_is_stored(made: Any, name: str) -> None:
     buffer = made(2)
     step = {"step_type": torch.zeros(2, dtype=torch.int32), "x": torch.zeros(2)}
-    with pytest.raises(DataError, match=f"field '{name}': something else has that name.*; rename it"):
+    with pytest.raises(
+        DataError, match=f"field '{name}': stores and batches use this name for something else; rename it"
+    ):
         buffer.add_batch(step | {name: torch.ones(2)})
     with pytest.raises(DataError, match=f"field '{name}/a'"):
         ReplayBuffer({"step_type": torch.zeros(()), name: {"a": torch.zeros(())}}, 2, 10)
@@ -1164,17 +1168,21 @@ def test_a_first_batch_that_is_refused_decides_nothing(tmp_path: Path, bad: dict
     with ReplayBuffer(None, 2, 10, url=tmp_path / "run", fsync=False, **OPTIONS) as buffer:
         with pytest.raises(DataError, match=says):
             buffer.add_batch(good | bad)
-        with pytest.raises(DataError, match="each row once"):
+        with pytest.raises(DataError, match="each environment once"):
             buffer.add_batch(good, [1, 1])
         assert not (tmp_path / "run").exists()
         buffer.add_batch(good)
         assert buffer.get_batch(2, 1)[0]["x"].shape == (2, 1, 5)
-        with pytest.raises(DataError, match=r"discount: expected one for each of 2 rows, got shape \(2, 1\)"):
+        with pytest.raises(
+            DataError, match=r"discount: expected one for each of 2 environments, got shape \(2, 1\)"
+        ):
             buffer.add_batch(good | {"discount": torch.zeros(2, 1)})
 
 
 def test_a_spec_whose_step_type_is_no_number_is_refused() -> None:
-    with pytest.raises(DataError, match=r"field 'step_type': expected one number for each row, got shape \(1,\)"):
+    with pytest.raises(
+        DataError, match=r"field 'step_type': expected one number for each environment, got shape \(1,\)"
+    ):
         ReplayBuffer({"step_type": torch.zeros(1, dtype=torch.int32)}, 2, 10)
 
 
@@ -1383,7 +1391,10 @@ def test_a_buffer_at_a_store_that_is_there_has_its_steps_at_once(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"capacity": 10}, "capacity: this buffer sets it itself; say how many steps a row keeps with max_length"),
+        (
+            {"capacity": 10},
+            "capacity: this buffer sets it itself; say how many steps an environment keeps with max_length",
+        ),
         ({"sample": Windows()}, "sample: this buffer sets it itself"),
         (
             {"priorities": None},
@@ -1409,7 +1420,7 @@ def test_options_that_are_not_taken_are_refused_at_once(options: dict[str, Any],
 def test_sizes_are_not_read_in_the_middle_of_a_change(made: Any, look: Callable[[ReplayBuffer], Any]) -> None:
     buffer, seen = made(1, 8), []
     fill(buffer, 0, 3)
-    expected, rows = int(look(buffer)), buffer._rows
+    expected, rows = int(look(buffer)), buffer._rings
     reader = threading.Thread(target=lambda: seen.append(int(look(buffer))))
     with buffer._lock:  # as add_batch does
         rows.stop += 10

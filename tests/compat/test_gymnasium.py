@@ -49,7 +49,7 @@ class Scripted(gymnasium.Env[Any, Any]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self.episode, self.t = self.episode + 1, 0
-        self._buffer = np.zeros(3, np.int64)  # but for the final observation, which nobody could save
+        self._buffer = np.zeros(3, np.int64)  # a new array, or the final observation could not be kept
         if self.truth and self.truth[-1]["end"] == "open":
             self.truth[-1]["end"] = "truncated"
         self.truth.append({"action": [], "end": "open"})
@@ -243,7 +243,7 @@ def test_asynchronous_environments_are_recorded_alike(mode: AutoresetMode) -> No
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_second_reset_that_nobody_would_see_is_refused() -> None:
+def test_a_second_reset_that_would_be_invisible_is_refused() -> None:
     envs = AsyncVectorEnv([scripted_pair()[0]], shared_memory=False)
     with make_store(envs).writer() as writer:
         recorder = VectorRecorder(envs, writer)
@@ -273,7 +273,7 @@ def test_observations_of_reused_buffers_are_those_before_the_step() -> None:
 
 
 class Echo(gymnasium.Env[Any, Any]):
-    """Shows whatever it was told to, and what it was given as an action."""
+    """Always returns the same observation and reward, and ends after one step."""
 
     def __init__(self, space: Any, shows: Any, reward: Any = 0.0, action_space: Any = None) -> None:
         self.observation_space, self.shows, self.gives = space, shows, reward
@@ -419,9 +419,9 @@ def test_a_new_recorder_does_not_go_on_with_what_another_left_open() -> None:
 def test_two_recorders_of_one_environment_number_are_found_out() -> None:
     with make_store(Scripted(0, [])).writer() as writer:
         one, two = stepped(writer), stepped(writer)
-        with pytest.raises(DataError, match="numbers of its own"):
+        with pytest.raises(DataError, match="its own environment numbers"):
             one.step(0)
-        with pytest.raises(DataError, match="numbers of its own"):
+        with pytest.raises(DataError, match="its own environment numbers"):
             two.step(0)
 
 

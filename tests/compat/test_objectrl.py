@@ -125,7 +125,7 @@ def test_every_transition_that_is_kept_is_as_likely(made: Any) -> None:
 
 
 def test_episodes_of_the_store_do_not_show(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objectrl, "_EPISODE", 4)
+    monkeypatch.setattr(objectrl, "_EPISODE_STEPS", 4)
     buffer = made(10)
     for first in range(0, 23):
         buffer.add(transitions(1, first)[0])
@@ -216,7 +216,7 @@ def test_a_file_of_objectrl_itself_is_refused(made: Any, tmp_path: Path) -> None
     torch.save({"buffer_size": 5, "data_size": 3, "pointer": 3}, tmp_path / "theirs.metadata")
     buffer = made(8)
     buffer.add_batch(transitions(2))
-    with pytest.raises(DataError, match="not what this class saves"):
+    with pytest.raises(DataError, match="expected a file that this class saved"):
         buffer.load(tmp_path / "theirs")
     assert rewards(buffer.sample_all()) == [0, 1]
 
@@ -230,7 +230,7 @@ def test_a_load_or_save_that_fails_changes_nothing(made: Any, tmp_path: Path) ->
     with pytest.raises(StoreNotFoundError):
         buffer.load(tmp_path / "lost")
     torch.save({"buffer_size": 5}, tmp_path / "theirs.metadata")
-    with pytest.raises(DataError, match="not what this class saves"):
+    with pytest.raises(DataError, match="expected a file that this class saved"):
         buffer.save(tmp_path / "theirs")
     assert not list(tmp_path.glob("*.trajstore"))
     assert rewards(buffer.sample_all()) == [0, 1, 2]
@@ -250,7 +250,7 @@ def test_bad_input_is_refused_by_name_and_changes_nothing(made: Any) -> None:
         buffer.add_batch(transitions(1)[0])
     with pytest.raises(IndexError, match="expected -5 to 4, got 2 to 5"):
         buffer.sample_by_index([2, 5])
-    with pytest.raises(KeyError, match="no field 'obs'; there are action, next_state, reward"):
+    with pytest.raises(KeyError, match="no field 'obs'; the fields are action, next_state, reward"):
         buffer.sample_by_index_fields([0], ["obs"])
     with pytest.raises(ValueError, match="buffer_size"):
         ReplayBuffer(CPU, CPU, 0)
@@ -365,7 +365,7 @@ def test_a_nested_field_may_be_called_index(made: Any) -> None:
 
 def test_odd_batches_and_indices_are_refused_by_name(made: Any) -> None:
     buffer = made(10)
-    with pytest.raises(DataError, match="expected transitions with some fields, got none"):
+    with pytest.raises(DataError, match="expected transitions with at least one field, got none"):
         buffer.add_batch(TensorDict({}, [3]))
     buffer.add_batch(TensorDict({"e": TensorDict({}, [3]), "x": torch.arange(3)}, [3]))
     assert len(buffer.sample_by_index([])) == 0
@@ -436,7 +436,7 @@ def test_what_is_at_a_url_is_committed_by_the_clock_and_ram_is_not(made: Any, tm
             "capacity: this buffer sets it itself; say how many transitions to keep with buffer_size",
         ),
         ({"sample": None}, "sample: this buffer sets it itself"),
-        ({"cache_byte": 10}, r"unknown options \['cache_byte'\]; there are device, .* cache_bytes,"),
+        ({"cache_byte": 10}, r"unknown options \['cache_byte'\]; accepted are device, .* cache_bytes,"),
     ],
 )
 def test_options_that_are_not_taken_are_refused_at_once(made: Any, options: dict[str, Any], says: str) -> None:

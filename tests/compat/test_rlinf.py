@@ -324,7 +324,7 @@ def test_a_trajectory_larger_than_the_buffer_for_appending_is_taken_in_parts() -
     buffer.close()
 
 
-def test_anybody_reads_a_saved_buffer_with_zarr(saved: dict[str, Any]) -> None:
+def test_a_saved_buffer_is_readable_with_plain_zarr(saved: dict[str, Any]) -> None:
     import zarr
 
     buffer = TrajectoryReplayBuffer(**saved)
@@ -381,7 +381,7 @@ def test_what_left_the_window_of_a_buffer_in_memory_is_not_counted_and_takes_no_
     assert buffer.trajectory_ids == [57, 58, 59]
     with pytest.raises(ValueError, match=r"min_size: 4 trajectories are never held at once.*window of 3"):
         buffer.is_ready(4)
-    with pytest.raises(KeyError, match="no trajectory 2; there are 3"):
+    with pytest.raises(KeyError, match="no trajectory 2; the buffer holds 3 trajectories"):
         buffer.get_trajectory(2)
     url = buffer._url
     assert memory.find(url)
@@ -437,7 +437,7 @@ def test_a_checkpoint_goes_on_with_the_next_batch(tmp_path: Path, how: str) -> N
     found = second.sample(50)["rewards"]
     if how == "pt":
         assert torch.equal(found, first.sample(50)["rewards"])
-        assert not torch.equal(found, seen), "the draws began anew"
+        assert not torch.equal(found, seen), "the draws were repeated"
     first.close()
     second.close()
 
@@ -721,20 +721,26 @@ def without(one: Trajectory, name: str) -> Trajectory:
 
 
 BAD: list[tuple[Any, str]] = [
-    (lambda: trajectory(versions=torch.zeros(6, 2, 1)), "1 does not fit those before: versions: absent here"),
+    (lambda: trajectory(versions=torch.zeros(6, 2, 1)), "1 does not match earlier ones: versions: absent here"),
     (
         lambda: trajectory(curr_obs={1: torch.zeros(6, 2, 1), "1": torch.zeros(6, 2, 1)}),
         "names that differ as text",
     ),
-    (lambda: without(trajectory(), "rewards"), "1 does not fit those before: rewards: float32 .* here, absent"),
+    (lambda: without(trajectory(), "rewards"), "1 does not match earlier ones: rewards: float32 .* here, absent"),
     (lambda: trajectory(rewards=torch.zeros(6, 2, 1).double()), "rewards: float32 .1,. here, float64 .1,. there"),
     (lambda: trajectory(actions=torch.zeros(6, 2, 5)), "actions: float32 .4,. here, float32 .5,. there"),
-    (lambda: trajectory(dones=torch.zeros(10, 2, 1) > 0), "1, dones: expected 6 rows or whole epochs"),
-    (lambda: trajectory(dones=torch.zeros(8, 2, 1) > 0), "1, flags: expected as many rows of each"),
-    (lambda: trajectory(prev_values=torch.zeros(5, 2, 1)), "1, prev_values: expected 6 rows or whole"),
+    (
+        lambda: trajectory(dones=torch.zeros(10, 2, 1) > 0),
+        "1, dones: expected 6 rows or one extra row for each of several equal epochs",
+    ),
+    (lambda: trajectory(dones=torch.zeros(8, 2, 1) > 0), "1, flags: expected the same number of rows for each"),
+    (
+        lambda: trajectory(prev_values=torch.zeros(5, 2, 1)),
+        "1, prev_values: expected 6 rows or one extra row for each",
+    ),
     (lambda: trajectory(rewards=torch.zeros(6, 3, 1)), "1, rewards: expected 2 environments, got 3"),
     (lambda: trajectory(n_steps=6, actions=torch.zeros(5, 2, 4)), "expected 5 rows"),
-    (lambda: trajectory(rewards=torch.zeros(6)), r"1, rewards: expected a tensor \[T, B, ...\], got the shape"),
+    (lambda: trajectory(rewards=torch.zeros(6)), r"1, rewards: expected a tensor \[T, B, ...\], got shape"),
     (lambda: {"rewards": torch.zeros(6, 2, 1), "colour": 3}, "1: unknown field 'colour'"),
     (
         lambda: trajectory(curr_obs={"task_descriptions": ["pick"]}),
@@ -778,7 +784,7 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
     [
         ({"capacity": 50}, "capacity: this buffer sets it itself; .* with sample_window_size"),
         ({"sample": None}, "sample: this buffer sets it itself"),
-        ({"windw": 3}, r"unknown options \['windw'\]; there are .* sample_window_size, .* cache_bytes,"),
+        ({"windw": 3}, r"unknown options \['windw'\]; accepted are .* sample_window_size, .* cache_bytes,"),
     ],
 )
 def test_options_that_are_not_taken_are_refused_at_once(options: dict[str, Any], message: str) -> None:
@@ -791,7 +797,7 @@ def test_what_is_no_list_and_what_is_no_checkpoint_is_said(tmp_path: Path) -> No
     for one in (trajectory(), {"actions": torch.zeros(3, 1, 1)}):
         with pytest.raises(TypeError, match=f"expected a list of trajectories, got a {type(one).__name__}"):
             buffer.add_trajectories(one)  # type: ignore[arg-type]
-    with pytest.raises(StoreNotFoundError, match="nowhere: neither files of RLinf's nor a store are here"):
+    with pytest.raises(StoreNotFoundError, match="nowhere: expected RLinf's files or a store, found neither"):
         buffer.load_checkpoint(tmp_path / "nowhere")
     buffer.close()
 
@@ -813,13 +819,13 @@ def test_a_place_of_other_things_is_not_written_to(tmp_path: Path) -> None:
     source = TrajectoryReplayBuffer()
     source.add_trajectories([trajectory()])
     source.save_checkpoint(tmp_path / "theirs")
-    with pytest.raises(DataError, match="holds files of RLinf's own"):
+    with pytest.raises(DataError, match="holds RLinf's own files; load them with load_checkpoint"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "theirs")
     with trajstore.create(tmp_path / "other").writer() as writer:
         writer.append_episode({"x": np.zeros(3)})
-    with pytest.raises(DataError, match="a store, but not one of trajectories"):
+    with pytest.raises(DataError, match="expected a store of RLinf's trajectories, found a store of other data"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "other")
-    with pytest.raises(DataError, match="a store, but not one of trajectories"):
+    with pytest.raises(DataError, match="expected a store of RLinf's trajectories, found a store of other data"):
         source.load_checkpoint(tmp_path / "other")
     with pytest.raises(trajstore.StoreNotFoundError):
         source.load_checkpoint(tmp_path / "nowhere")
@@ -885,7 +891,7 @@ def test_what_rlinf_itself_saved_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["", '{"trajectory_index": {"0": {"num_sam', None])
-def test_a_torn_index_is_made_anew_from_the_files(tmp_path: Path, torn: str | None) -> None:
+def test_a_torn_index_is_rebuilt_from_the_files(tmp_path: Path, torn: str | None) -> None:
     given = {n: trajectory(n) for n in range(12)}
     rlinf_directory(tmp_path / "d", given)
     for name in ("trajectory_index.json", "metadata.json"):
@@ -921,7 +927,7 @@ def test_nothing_in_a_directory_runs_code(tmp_path: Path) -> None:
     rlinf_directory(tmp_path / "d", {0: trajectory(0)})
     torch.save({"rewards": Bomb()}, tmp_path / "d" / f"trajectory_0_{NO_VERSIONS}.pt")
     buffer = TrajectoryReplayBuffer()
-    with pytest.raises(FormatError, match="damaged, or holds more than tensors"):
+    with pytest.raises(FormatError, match="damaged, or contains other objects than tensors"):
         buffer.load_checkpoint(tmp_path / "d")
     import builtins
 
@@ -929,14 +935,14 @@ def test_nothing_in_a_directory_runs_code(tmp_path: Path) -> None:
     buffer.close()
 
 
-def test_pickles_are_loaded_only_if_somebody_vouches_for_them(tmp_path: Path) -> None:
+def test_pickles_are_loaded_only_if_they_are_trusted(tmp_path: Path) -> None:
     rlinf_directory(tmp_path / "d", {0: trajectory(0)})
     path = tmp_path / "d" / f"trajectory_0_{NO_VERSIONS}.pt"
     data = torch.load(path, weights_only=True)
     path.with_suffix(".pkl").write_bytes(pickle.dumps(data))
     path.unlink()
     buffer = TrajectoryReplayBuffer()
-    with pytest.raises(FormatError, match="a pickle can run any code; if you made it yourself say trusted=True"):
+    with pytest.raises(FormatError, match="a pickle can run any code; if you made this file, give trusted=True"):
         buffer.load_checkpoint(tmp_path / "d")
     buffer.load_checkpoint(tmp_path / "d", trusted=True)
     same(buffer.get_trajectory(0), trajectory(0))
@@ -990,7 +996,7 @@ def test_interventions_are_extracted_with_their_own_flags_values_and_versions(mo
 
 def test_a_trajectory_is_built_step_by_step_and_its_last_step_amended() -> None:
     builder = EmbodiedTrajectoryBuilder(max_episode_length=8)
-    with pytest.raises(DataError, match="expected steps, got none"):
+    with pytest.raises(DataError, match="expected at least one step, got none"):
         builder.to_trajectory()
     builder.append_step_result(ChunkStepResult(dones=torch.zeros(3, 1).bool()))
     for t in range(4):
@@ -1197,9 +1203,9 @@ def test_a_buffer_that_loads_its_own_store_holds_what_it_held(saved: dict[str, A
     assert buffer.trajectory_ids == [0, 1, 2]
     with pytest.raises(DataError, match="is this buffer's own store"):
         buffer.load_checkpoint(saved["auto_save_path"] + "/", True, 0, 2)
-    with pytest.raises(DataError, match="holds a store; RLinf's files need a directory of their own"):
+    with pytest.raises(DataError, match="is a store; write RLinf's files to another directory"):
         buffer.save_checkpoint(saved["auto_save_path"])
-    with pytest.raises(ValueError, match="RLinf's files lie in directories"):
+    with pytest.raises(ValueError, match="expected a local directory for RLinf's files; only stores"):
         buffer.save_checkpoint("s3://bucket/checkpoint")
     buffer.close()
     again = TrajectoryReplayBuffer(**saved)
@@ -1325,7 +1331,7 @@ def test_an_id_of_weights_that_no_file_could_have_is_refused_at_once() -> None:
     buffer.close()
 
 
-def test_a_store_that_is_opened_again_draws_anew(saved: dict[str, Any]) -> None:
+def test_a_store_that_is_opened_again_draws_other_batches(saved: dict[str, Any]) -> None:
     drawn = []
     for number in range(3):
         buffer = TrajectoryReplayBuffer(7, sample_window_size=1, **saved)
@@ -1450,6 +1456,6 @@ def test_a_commit_begins_with_every_trajectory(saved: dict[str, Any]) -> None:
     buffer = TrajectoryReplayBuffer(**saved, commit_seconds=None)
     buffer.add_trajectories([trajectory(0)])
     writer = buffer.memory._writer
-    writer.wait(writer._pipeline._committer.n_submitted)  # nothing is handed off by this
+    writer.wait(writer._pipeline._commit_thread.n_submitted)  # nothing is handed off by this
     assert trajstore.open(saved["auto_save_path"]).episodes["length"].sum() == buffer.total_samples
     buffer.close()

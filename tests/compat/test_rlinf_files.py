@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import trajstore.compat.rlinf.merging as merging
+import trajstore.compat.rlinf.merge_split as merge_split
 from tests.compat.test_rlinf import NO_VERSIONS, rlinf_directory, same, trajectory
 from trajstore import CorruptionError, DataError, FormatError
 from trajstore.cli.app import app
@@ -139,8 +139,8 @@ def test_a_dry_run_changes_nothing(single: Path, ranks: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "say one of count, parts and fractions"),
-        ({"count": 2, "parts": 2}, "say one of count, parts and fractions"),
+        ({}, "give exactly one of count, parts and fractions"),
+        ({"count": 2, "parts": 2}, "give exactly one of count, parts and fractions"),
         ({"count": 0}, "count: expected 1 to 7, .* got 0"),
         ({"count": 8}, "count: expected 1 to 7, .* got 8"),
         ({"parts": 9}, "parts: expected 1 to 7, .* got 9"),
@@ -157,7 +157,7 @@ def test_splits_that_make_no_sense_are_refused(single: Path, tmp_path: Path, opt
 
 def test_a_place_that_is_taken_is_left_alone(single: Path, ranks: Path, tmp_path: Path) -> None:
     for target in (single, ranks):
-        with pytest.raises(FileExistsError, match="expected a place where nothing is"):
+        with pytest.raises(FileExistsError, match="expected an empty or new directory, found one with files"):
             split(single, target, count=2, how="move")
     assert len(content(single)) == 7
     with pytest.raises(FileNotFoundError, match="expected directories rank_0"):
@@ -165,7 +165,7 @@ def test_a_place_that_is_taken_is_left_alone(single: Path, ranks: Path, tmp_path
     (ranks / "rank_0" / f"trajectory_0_{NO_VERSIONS}.pt").rename(
         ranks / "rank_0" / f"trajectory_0_{NO_VERSIONS}.pkl"
     )
-    with pytest.raises(FormatError, match=r"several formats \(pkl, pt\)"):
+    with pytest.raises(FormatError, match=r"trajectories: expected one format, got several formats \(pkl, pt\)"):
         merge(ranks, tmp_path / "merged")
 
 
@@ -174,7 +174,7 @@ def test_a_place_that_is_taken_is_left_alone(single: Path, ranks: Path, tmp_path
 def test_a_transfer_that_fails_leaves_the_source_whole_and_nothing_else(
     ranks: Path, tmp_path: Path, how: Any, fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, calls = merging._place, []
+    place, calls = merge_split._place_file, []
 
     def failing(*args: Any) -> None:
         if len(calls) == fails_at:
@@ -182,7 +182,7 @@ def test_a_transfer_that_fails_leaves_the_source_whole_and_nothing_else(
         calls.append(args)
         place(*args)
 
-    monkeypatch.setattr(merging, "_place", failing)
+    monkeypatch.setattr(merge_split, "_place_file", failing)
     with pytest.raises(OSError, match="no space left"):
         merge(ranks, tmp_path / "merged", how=how)
     assert not (tmp_path / "merged").exists()
@@ -196,7 +196,7 @@ def test_a_copy_that_went_wrong_is_found(single: Path, tmp_path: Path, monkeypat
         Path(new).write_bytes(data)
 
     monkeypatch.setattr(shutil, "copyfile", flipping)
-    with pytest.raises(CorruptionError, match=r"differs from .*; the source is as it was"):
+    with pytest.raises(CorruptionError, match=r"differs from .*; the source is unchanged"):
         split(single, tmp_path / "out", count=2)
     assert not (tmp_path / "out").exists()
 
@@ -251,10 +251,10 @@ def test_an_import_that_was_killed_is_gone_on_with(tmp_path: Path) -> None:
 def test_a_store_of_another_source_is_not_mixed_with(single: Path, tmp_path: Path) -> None:
     rlinf_directory(tmp_path / "other", {3: trajectory(3)})
     import_directory(tmp_path / "other", tmp_path / "store")
-    with pytest.raises(DataError, match=r"holds trajectory 3, which .*single has not"):
+    with pytest.raises(DataError, match=r"holds trajectory 3, which .*single lacks"):
         import_directory(single, tmp_path / "store")
     rlinf_directory(tmp_path / "same-number", {3: trajectory(4)})
-    with pytest.raises(CorruptionError, match=r"trajectory 3, .*: is not what it was made from"):
+    with pytest.raises(CorruptionError, match=r"trajectory 3, .*: the copy differs from the original"):
         import_directory(tmp_path / "same-number", tmp_path / "store")
 
 
@@ -269,7 +269,7 @@ def test_the_commands_of_the_tutorial_run(ranks: Path, tmp_path: Path) -> None:
     merged, part = str(tmp_path / "merged"), str(tmp_path / "split")
     done = run("rlinf", "merge", "--source-path", str(ranks), "--save-path", merged, "--copy")
     assert done.exit_code == 0, done.output
-    assert "9 trajectories, 108 samples, made and verified" in done.output
+    assert "9 trajectories, 108 samples, created and verified" in done.output
     done = run("rlinf", "split", "--source-path", merged, "--save-path", part, "--split-count", "3", "--copy")
     assert done.exit_code == 0, done.output
     assert first_rewards(Path(part)) == [0, 100, 200]
@@ -300,11 +300,14 @@ def test_commands_print_json(single: Path, tmp_path: Path) -> None:
     [
         (("merge", "--source-path", "{single}", "--save-path", "{tmp}/m"), "expected directories rank_0"),
         (("merge", "--source-path", "{tmp}/nowhere", "--save-path", "{tmp}/m"), "nowhere"),
-        (("split", "--source-path", "{single}", "--save-path", "{tmp}/m"), "say one of count, parts and fractions"),
+        (
+            ("split", "--source-path", "{single}", "--save-path", "{tmp}/m"),
+            "give exactly one of count, parts and fractions",
+        ),
         (("split", "--source-path", "{single}", "--split-count", "1"), "--save-path: expected a path"),
         (("split", "--source-path", "{single}", "--save-path", "{tmp}/m", "--fractions", "a"), "could not convert"),
         (("merge", "--save-path", "{tmp}/m", "--copy", "--how", "move"), "contradict each other"),
-        (("sample", "--load-path", "{tmp}/nowhere"), "nor a store are here"),
+        (("sample", "--load-path", "{tmp}/nowhere"), "expected RLinf's files or a store, found neither"),
         (("sample", "--load-path", "{single}", "--num-chunks", "0"), "num_chunks: expected a positive integer"),
         (("import", "{tmp}/nowhere", "{tmp}/store"), "expected a directory of trajectories, found none"),
     ],

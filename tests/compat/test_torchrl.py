@@ -42,9 +42,9 @@ from tensordict import NonTensorData, TensorDict, tensorclass
 
 import trajstore
 from trajstore import ClosedError, DataError, SchemaError, StoreNotFoundError
-from trajstore.compat.torchrl import TrajStorage, table
-from trajstore.compat.torchrl.layout import Layout
-from trajstore.compat.torchrl.paged import PagedTensor
+from trajstore.compat.torchrl import TrajStorage, slot_table
+from trajstore.compat.torchrl.paged_tensor import PagedTensor
+from trajstore.compat.torchrl.row_structure import RowStructure
 
 Make = Callable[..., TensorStorage]
 KINDS = ("tensor", "memmap", "ours", "ours in a directory", "ours by pages")
@@ -73,8 +73,8 @@ def pixels(number: torch.Tensor) -> torch.Tensor:
     return (number[:, None, None] % 251 + torch.arange(64).reshape(8, 8)).to(torch.uint8)
 
 
-def narrow_fields(layout: Layout) -> set[str]:
-    return {path for path, field in layout.fields.items() if field.row_bytes <= 8}
+def narrow_fields(structure: RowStructure) -> set[str]:
+    return {path for path, field in structure.fields.items() if field.row_bytes <= 8}
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     """Makes storages of one kind."""
     made: list[Any] = []
     if request.param == "ours by pages":  # as if memory were short
-        monkeypatch.setattr(table, "_resident", lambda layout, *_: narrow_fields(layout))
+        monkeypatch.setattr(slot_table, "_resident_fields", lambda structure, *_: narrow_fields(structure))
 
     def new(max_size: int, **options: Any) -> TensorStorage:
         kind = request.param
@@ -566,7 +566,7 @@ def test_a_full_ring_loads_into_one_of_its_size_only(make: Make, tmp_path: Path)
             lambda i=i, other=other: other.loads(tmp_path / str(i)),
         )
         for load in loads:
-            with pytest.raises(DataError, match="max_size: expected 20, as where the rows come from"):
+            with pytest.raises(DataError, match="max_size: expected 20, the size that the rows come from"):
                 load()
         assert len(other) == 0
         same = make(20)
@@ -619,7 +619,7 @@ def test_what_is_too_little_memory_is_said_at_once_and_what_would_be_enough() ->
     wide = TensorDict({"wide": torch.zeros(20, 5000)}, batch_size=[20])
     with (
         TrajStorage(max_size=10_000, cache_bytes="1MiB") as storage,
-        pytest.raises(ValueError, match=r"cache_bytes: 1048576 bytes are too few.* 13701888 are enough"),
+        pytest.raises(ValueError, match=r"cache_bytes: expected at least 13701888, .* got 1048576"),
     ):
         storage.set(range(20), wide)
     with TrajStorage(max_size=10_000, cache_bytes=13701888) as storage:
@@ -680,7 +680,7 @@ def test_a_dump_fits_a_storage_of_another_size_or_is_refused(make: Make, tmp_pat
             load()
     assert_same(smaller[:], transitions(5, 900))
     assert not list((tmp_path / "dump").rglob("*.pkl"))
-    with pytest.raises(StoreNotFoundError, match="expected what a TrajStorage has dumped"):
+    with pytest.raises(StoreNotFoundError, match="expected a dump of a TrajStorage"):
         larger.loads(tmp_path / "nowhere")
     assert len(larger) == 25
     empty = make(10)
@@ -705,7 +705,7 @@ def test_bad_rows_are_refused_by_name_and_change_nothing(make: Make) -> None:
         storage.set(range(2), wide)
     with pytest.raises(DataError, match="expected as many slots as rows, got 3 slots and 2 rows"):
         storage.set(range(3), transitions(2))
-    with pytest.raises(DataError, match="rows are written whole"):
+    with pytest.raises(DataError, match="index: expected one, as only whole rows are written"):
         storage.set((0, 1), transitions(2))
     with pytest.raises(DataError, match="expected a tensor, got NonTensorData"):
         storage.set(range(2), transitions(2).set("text", NonTensorData("x", batch_size=[2])))
@@ -725,7 +725,7 @@ def test_bad_rows_are_refused_by_name_and_change_nothing(make: Make) -> None:
     assert_same(storage[:], transitions(10))
 
 
-def test_a_store_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_store_that_no_storage_wrote_is_refused(tmp_path: Path) -> None:
     with trajstore.create(tmp_path / "0").writer() as writer:
         writer.append_episode({"observation": torch.zeros(3, 2)})
     with pytest.raises(SchemaError, match="expected a store that TrajStorage has written"):
@@ -735,9 +735,9 @@ def test_a_store_of_somebody_else_is_refused(tmp_path: Path) -> None:
 def test_a_store_of_episodes_is_no_place_for_a_storage(tmp_path: Path) -> None:
     with trajstore.create(tmp_path / "run").writer() as writer:
         writer.append_episode({"observation": torch.zeros(3, 2)})
-    with pytest.raises(DataError, match=r"run: is a store itself, of episodes.* give it a place of its own"):
+    with pytest.raises(DataError, match=r"run: is itself a store of episodes.* give it another URL"):
         TrajStorage(tmp_path / "run", 10)
-    with pytest.raises(TypeError, match=r"url: expected a path.*, got 1000; a size is given as max_size=1000"):
+    with pytest.raises(TypeError, match=r"url: expected a path.*, got 1000; give a size as max_size=1000"):
         TrajStorage(1000)  # type: ignore[arg-type]
 
 
@@ -748,7 +748,7 @@ def test_rows_with_new_keys_are_refused_where_they_are_added(make: Make) -> None
     rb.extend(transitions(10))
     with pytest.raises(DataError, match=r"field 'more' is new; .* then call storage.resume\(buffer\)"):
         rb.extend(transitions(3, 10).set("more", torch.ones(3)))
-    with pytest.warns(UserWarning, match="rows from slot 13 on do not count while slot 10 holds none"):
+    with pytest.warns(UserWarning, match="rows from slot 13 on do not count while slot 10 is empty"):
         rb.extend(transitions(3, 900))
     storage.resume(rb)
     rb.extend(transitions(3, 10))
@@ -760,7 +760,7 @@ def test_rows_with_new_keys_are_refused_where_they_are_added(make: Make) -> None
 
 def test_a_storage_belongs_to_its_process_and_is_used_until_it_is_closed() -> None:
     storage = TrajStorage(max_size=10)
-    with pytest.raises(TypeError, match="can't be pickled"):
+    with pytest.raises(TypeError, match="cannot be pickled"):
         copy.deepcopy(storage)
     storage.set(range(2), transitions(2))
     storage.close()
@@ -819,5 +819,5 @@ def test_pages_are_read_for_whatever_is_done_with_them_and_never_changed() -> No
     assert "PagedTensor" in repr(paged)
     with pytest.raises(IndexError, match="expected -20 to 19, got 20 to 20"):
         paged[torch.tensor([20])]
-    with pytest.raises(DataError, match="can't be changed in place"):
+    with pytest.raises(DataError, match="cannot be changed in place"):
         paged.zero_()

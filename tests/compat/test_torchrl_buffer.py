@@ -112,7 +112,7 @@ def test_lanes_are_cut_one_by_one() -> None:
 def test_ted_that_contradicts_itself_is_refused_by_name() -> None:
     data = ted(["."] * 6)
     data["next", "observation", "state"][3, 1] += 1
-    with pytest.raises(DataError, match=r"'observation/state', lane 0: expected what follows row 3 to be what row"):
+    with pytest.raises(DataError, match=r"'observation/state', lane 0: expected 'next' of row 3 to equal row"):
         ted_to_episodes(data)
     data["collector"] = TensorDict({"traj_ids": torch.tensor([0, 0, 0, 0, 1, 1])}, batch_size=[6])
     episodes = ted_to_episodes(data)
@@ -120,7 +120,7 @@ def test_ted_that_contradicts_itself_is_refused_by_name() -> None:
     assert found == [(4, False, True), (2, False, False)]
     with pytest.raises(DataError, match="expected a TensorDict"):
         ted_to_episodes(data.exclude("next"))
-    with pytest.raises(DataError, match="batches hold something else"):
+    with pytest.raises(DataError, match="batches use this name for something else"):
         ted_to_episodes(ted(["."] * 3).set("valid", torch.ones(3)))
 
 
@@ -161,7 +161,7 @@ def test_ted_of_other_numbers_is_compared_bit_by_bit(dtype: torch.dtype) -> None
     episode = ted_to_episodes(data)[0]
     assert torch.equal(episode.data["more"].view(torch.uint8), values.view(torch.uint8))
     data["next", "more"][1] = values[0]
-    with pytest.raises(DataError, match="'more', lane 0: expected what follows row 1"):
+    with pytest.raises(DataError, match="'more', lane 0: expected 'next' of row 1"):
         ted_to_episodes(data)
 
 
@@ -223,7 +223,7 @@ def test_lanes_go_on_where_they_were(url: str) -> None:
         assert buffer.memory.n_episodes == 3
         check_rows(buffer.sample(64), whole.reshape(-1))
         broken = ted(["."] * 5, 500).unsqueeze(0).expand(2, 5).clone()
-        buffer.extend(broken)  # begins anew, without that anything said so
+        buffer.extend(broken)  # begins another episode without a flag
         assert buffer.memory.n_episodes == 5
         for key in ("done", "truncated"):
             whole["next", key][:, -1] = True
@@ -249,7 +249,7 @@ def too_many(data: TensorDict) -> TensorDict:
 @pytest.mark.parametrize("spoilt", [wrong_dtype, no_action, one_final_less, too_many])
 def test_an_extend_that_is_refused_changes_nothing(spoilt: Callable[[TensorDict], TensorDict], url: str) -> None:
     whole = torch.stack([ted(["."] * 6), ted(["."] * 6, 100)])
-    other = torch.stack([ted(["."] * 3, 500), ted(["."] * 3, 600)])  # does not go on where they were
+    other = torch.stack([ted(["."] * 3, 500), ted(["."] * 3, 600)])  # does not continue the lanes
     with ReplayBuffer(url, **{**OPTIONS, "buffer_bytes": "1MB"}) as buffer:
         buffer.extend(whole[:, :3])
         with pytest.raises(DataError):
@@ -291,7 +291,7 @@ def test_windows_have_their_masks(unit: Any, url: str) -> None:
     ],
 )
 def test_windows_that_have_no_place_in_ted_are_refused(name: str, unit: Windows, url: str) -> None:
-    with pytest.raises(ValueError, match=f"sample_unit: {name} has no place in TED"):
+    with pytest.raises(ValueError, match=f"sample_unit: TED cannot express {name}"):
         ReplayBuffer(url, 1000, sample_unit=unit)
 
 
@@ -300,7 +300,7 @@ def test_windows_that_have_no_place_in_ted_are_refused(name: str, unit: Windows,
     [
         ({"capacity": 10}, "capacity: this buffer sets it itself; say how many steps to keep with max_size"),
         ({"sample": Windows()}, "sample: this buffer sets it itself; say what is drawn with sample_unit"),
-        ({"batchsize": 3}, r"unknown options \['batchsize'\]; there are url, max_size, batch_size,"),
+        ({"batchsize": 3}, r"unknown options \['batchsize'\]; accepted are url, max_size, batch_size,"),
     ],
 )
 def test_options_that_are_not_taken_are_refused_at_once(options: dict[str, Any], says: str, url: str) -> None:
@@ -325,7 +325,7 @@ def test_priorities_are_those_of_the_rows_that_were_drawn(url: str) -> None:
 def test_a_buffer_without_priorities_says_so(url: str) -> None:
     with ReplayBuffer(url, 1000, batch_size=4, **OPTIONS) as buffer:
         buffer.extend(ted([".", "terminated"]))
-        with pytest.raises(ValueError, match="this buffer has no priorities; make it with alpha="):
+        with pytest.raises(ValueError, match="this buffer has no priorities; create it with alpha="):
             buffer.update_tensordict_priority(buffer.sample())
 
 
@@ -399,7 +399,7 @@ def test_no_window_is_an_error_that_says_so() -> None:
         storage=LazyTensorStorage(60), sampler=WindowSampler(Windows(length=9)), batch_size=9
     )
     rb.extend(episodes_of([4, 4]))
-    with pytest.raises(NotReadyError, match="no episode here has a window of 9 steps"):
+    with pytest.raises(NotReadyError, match="no episode has a window of 9 steps"):
         rb.sample()
     with pytest.raises(ValueError, match="cross"):
         WindowSampler(Windows(length=2, boundary="cross"))
@@ -418,7 +418,9 @@ def test_no_window_is_an_error_that_says_so() -> None:
     ],
 )
 def test_windows_of_which_a_sampler_could_not_give_all_are_refused(option: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"WindowSampler chooses rows only, so that {next(iter(option))} of"):
+    with pytest.raises(
+        ValueError, match=f"WindowSampler only chooses rows, so {next(iter(option))} would have no effect"
+    ):
         WindowSampler(Windows(length=4, **option))
 
 

@@ -34,26 +34,26 @@ with warnings.catch_warnings():
 from tensordict import TensorDict
 
 import trajstore
-import trajstore.compat.torchrl.generations
+import trajstore.compat.torchrl.store_generations
 import trajstore.store.store
 from tests.conftest import Place
 from tests.support.faulty import DieAt, Died, FailOnce, FaultyStorage, Plan, real_storage
 from trajstore import ClosedError, StorageError, StoreNotFoundError
-from trajstore.compat.torchrl import TrajStorage, log, slots, table
-from trajstore.compat.torchrl.log import Log
-from trajstore.compat.torchrl.slots import Slots
+from trajstore.compat.torchrl import TrajStorage, row_log, slot_map, slot_table
+from trajstore.compat.torchrl.row_log import RowLog
+from trajstore.compat.torchrl.slot_map import SlotMap
 
 N_SLOTS = 150
 N_KILLS = 12
-SET = 16
+GROUP_ROWS = 16
 OPTIONS: dict[str, Any] = {"grace_s": 0.0, "fsync": False, "commit_seconds": None}
 
 
 @pytest.fixture
 def small_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sets of so few rows that a short test fills many."""
-    for module in (log, slots):
-        monkeypatch.setattr(module, "SET", SET)
+    for module in (row_log, slot_map):
+        monkeypatch.setattr(module, "GROUP_ROWS", GROUP_ROWS)
 
 
 def rows(numbers: np.ndarray) -> TensorDict:
@@ -62,7 +62,7 @@ def rows(numbers: np.ndarray) -> TensorDict:
 
 
 def operation(first: int) -> tuple[bool, np.ndarray]:
-    """What is done when so many rows have been written: whether to empty it, and the slots to write then."""
+    """The operation after a number of rows: whether to empty the storage, and the slots to write."""
     rng = np.random.default_rng(first)
     n = int(rng.integers(1, 30))
     if first < N_SLOTS:  # fill it first, in turn
@@ -97,14 +97,14 @@ def model_after(n_rows: int) -> dict[int, int]:
 def found_in(storage: TrajStorage) -> dict[int, int]:
     if storage.table is None:
         return {}
-    held = storage.table.held
+    held = storage.table.held_slots
     found = storage.table.rows(held)
     assert torch.equal(found["td1/wide"], found["td1/number"][:, None].repeat(1, 32).float())
     return dict(zip(held.tolist(), found["td1/number"].tolist(), strict=True))
 
 
 def check(storage: TrajStorage, at_least: int) -> int:
-    """See that it holds what some operation left, not before so many rows; returns how many rows that are."""
+    """Check that it holds the result of an operation after at least this many rows; returns their number."""
     found = found_in(storage)
     n_rows = max(found.values(), default=-1) + 1
     assert n_rows >= at_least
@@ -118,8 +118,8 @@ def check(storage: TrajStorage, at_least: int) -> int:
 @given(st.lists(st.lists(st.integers(0, 19), unique=True), max_size=40))
 def test_slots_know_their_newest_place_and_the_front(writes: list[list[int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots, "SET", 4)
-        found, place, n = Slots(20), {}, 0
+        patch.setattr(slot_map, "GROUP_ROWS", 4)
+        found, place, n = SlotMap(20), {}, 0
         for chosen in writes:
             found.append(np.array(chosen, np.int64))
             place |= {slot: n + i for i, slot in enumerate(chosen)}
@@ -149,9 +149,9 @@ def test_a_ring_is_freed_behind_without_writing_anything_twice(small_sets: None,
             storage.flush()
         stats = storage.stats()
         assert stats["writer"]["steps"] == 3000
-        assert stats["n_rows"] < N_SLOTS + 2 * SET
+        assert stats["n_rows"] < N_SLOTS + 2 * GROUP_ROWS
     kept = trajstore.open(tmp_path / "1")
-    assert len(kept.episodes) <= (N_SLOTS + 30) // SET + 3
+    assert len(kept.episodes) <= (N_SLOTS + 30) // GROUP_ROWS + 3
     with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as again:
         assert sorted(found_in(again).values()) == list(range(3000 - N_SLOTS, 3000))
 
@@ -161,13 +161,13 @@ def test_the_log_stays_short_whatever_is_overwritten(
     is_paged: bool, small_sets: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_paged:
-        monkeypatch.setattr(table, "_resident", lambda *_: {"td1/number"})
+        monkeypatch.setattr(slot_table, "_resident_fields", lambda *_: {"td1/number"})
     with TrajStorage(tmp_path, N_SLOTS, **OPTIONS, cache_bytes="16MiB") as storage:
         n = 0
         while n < 4000:
             n = carry_out(storage, n)
             storage.flush()
-            assert storage.stats()["n_rows"] <= 2 * N_SLOTS + 3 * SET
+            assert storage.stats()["n_rows"] <= 2 * N_SLOTS + 3 * GROUP_ROWS
         assert check(storage, n) == n
         written = storage.stats()["writer"]["steps"]
         assert n < written < 3 * n
@@ -184,7 +184,7 @@ def test_disk_is_freed_with_max_value_writers_too(small_sets: None, tmp_path: Pa
         rb.extend(rows(np.sort(chosen)))
         storage.flush()
     assert sorted(found_in(storage).values()) == [*range(1961, 2000), 10_000]
-    assert storage.stats()["n_rows"] <= 2 * 40 + 3 * SET
+    assert storage.stats()["n_rows"] <= 2 * 40 + 3 * GROUP_ROWS
     storage.close()
     first = trajstore.open(tmp_path / "1").streams[0].first_row
     assert first > 0
@@ -235,7 +235,7 @@ def test_a_log_that_was_freed_and_emptied_is_closed(small_sets: None, tmp_path: 
         storage.flush()
         storage.flush()
         assert storage.table is not None
-        storage.table.log._sweeper.flush()
+        storage.table.log._collector.flush()
         storage.set(range(5), rows(np.arange(5)))
     with TrajStorage(tmp_path, N_SLOTS, **OPTIONS) as again:
         assert found_in(again) == {i: i for i in range(5)}
@@ -251,14 +251,14 @@ def test_sessions_that_write_once_and_close_leave_no_more_than_one(
             if grace_s:  # this one lasts
                 storage.flush()
                 assert storage.table is not None
-                storage.table.log._sweeper.flush()
+                storage.table.log._collector.flush()
     assert len(trajstore.open(tmp_path / "1").streams) <= 3
 
 
 def abandon(storage: TrajStorage) -> None:
     """Leave it as a process does that is killed."""
     assert storage.table is not None
-    storage.table.log._sweeper._closing.set()
+    storage.table.log._collector._closing.set()
     storage.table.log._writer._release()
     storage._is_closed = True
     assert storage._finalizer is not None
@@ -274,7 +274,7 @@ def test_many_sessions_leave_no_more_than_one(small_sets: None, tmp_path: Path) 
                 n = carry_out(storage, n)
             storage.flush()
             assert storage.table is not None
-            storage.table.log._sweeper.flush()
+            storage.table.log._collector.flush()
     assert len(trajstore.open(tmp_path / "1").streams) <= 3
 
 
@@ -294,7 +294,7 @@ def test_a_process_that_ends_without_closing_leaves_everything(tmp_path: Path) -
         assert torch.equal(storage[:]["number"], torch.arange(100))
 
 
-def test_a_storage_that_nobody_holds_any_more_is_closed(tmp_path: Path) -> None:
+def test_a_storage_without_references_is_closed(tmp_path: Path) -> None:
     storage = TrajStorage(tmp_path / "run", N_SLOTS, **OPTIONS)
     storage.set(range(10), rows(np.arange(10)))
     del storage
@@ -330,7 +330,7 @@ class Places:
 
 
 def through(places: Places, patch: pytest.MonkeyPatch) -> None:
-    for module in (trajstore.store.store, trajstore.compat.torchrl.generations):
+    for module in (trajstore.store.store, trajstore.compat.torchrl.store_generations):
         patch.setattr(module, "open_storage", places)
 
 
@@ -411,8 +411,8 @@ def test_a_first_dump_or_load_that_is_not_finished_does_not_count(
         for at in itertools.count(1, 2):
             url = tmp_path / str(at)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(log, "_BLOCK_ROWS", 30)
-                patch.setattr(Log, "_put", committing(Log._put))  # as a thread behind may at any moment
+                patch.setattr(row_log, "_BLOCK_ROWS", 30)
+                patch.setattr(RowLog, "_write", committing(RowLog._write))  # as a thread behind may at any moment
                 through(places := Places(DieAt(at, is_after=at % 4 == 1)), patch)
                 with contextlib.suppress(Died, StorageError, ClosedError):
                     act(whole, url)
@@ -423,7 +423,7 @@ def test_a_first_dump_or_load_that_is_not_finished_does_not_count(
 
 
 def committing(put: Callable[..., None]) -> Callable[..., None]:
-    def wrapped(self: Log, header: np.ndarray, leaves: Any) -> None:
+    def wrapped(self: RowLog, header: np.ndarray, leaves: Any) -> None:
         put(self, header, leaves)
         self._writer.commit()
 
@@ -502,10 +502,10 @@ def test_what_a_storage_writes_itself_is_logged_once(is_inference: bool, tmp_pat
 
 def train(url: str, is_paged: bool) -> None:
     """Go on with what is there until killed; say what is durable."""
-    for module in (log, slots):
-        module.SET = SET  # type: ignore[attr-defined]
+    for module in (row_log, slot_map):
+        module.GROUP_ROWS = GROUP_ROWS  # type: ignore[attr-defined]
     if is_paged:
-        table._resident = lambda *_: {"td1/number"}
+        slot_table._resident_fields = lambda *_: {"td1/number"}
     storage = TrajStorage(url, N_SLOTS, **{**OPTIONS, "commit_seconds": 0.01}, cache_bytes="16MiB")
     n = check(storage, 0)
     say("begun", n)

@@ -1,4 +1,4 @@
-"""The engine of imports and exports: every episode once, whatever happens on the way, and bit by bit."""
+"""Imports and exports: every episode is written once, whatever happens on the way, and bit by bit."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.replay.test_memory import status_bytes
 from tests.support.faulty import DieAt, Died, FailOnce, FaultyStorage, no_space, real_storage, through
 from trajstore import Field, Schema
 from trajstore.cli import app as cli
-from trajstore.datasets import conversion as engine
-from trajstore.datasets.conversion import KEY_COLUMN, Report, export_episodes, import_episodes
+from trajstore.datasets import conversion
+from trajstore.datasets.conversion import KEY_COLUMN, ConversionReport, export_episodes, import_episodes
 from trajstore.datasets.formats import FORMATS, Format
-from trajstore.datasets.ports import Episode
+from trajstore.datasets.interfaces import Episode
 from trajstore.errors import CorruptionError, DataError, StorageError, StoreExistsError
 from trajstore.schema import flatten
 from trajstore.store.verify import verify
@@ -89,10 +89,10 @@ class Kept:
         self.is_finished = self.is_abandoned = False
         self._fail_at = fail_at
 
-    def done(self) -> Sequence[str]:
+    def written_keys(self) -> Sequence[str]:
         return [episode.key for episode in self.episodes]
 
-    def kept(self, episode: Episode) -> Episode:
+    def trim(self, episode: Episode) -> Episode:
         return episode
 
     def write(self, episode: Episode) -> None:
@@ -103,11 +103,11 @@ class Kept:
     def finish(self) -> None:
         self.is_finished = True
 
-    def abandon(self) -> None:
+    def suspend(self) -> None:
         self.is_abandoned = True
 
     def keys(self) -> Sequence[str]:
-        return self.done()
+        return self.written_keys()
 
     def read(self, key: str) -> Episode:
         return next(episode for episode in self.episodes if episode.key == key)
@@ -116,8 +116,8 @@ class Kept:
         pass
 
 
-def imported(source: Any, url: str, **options: Any) -> Report:
-    return import_episodes(source, url, **{"fsync": False, "commit_seconds": None} | options)
+def imported(reader: Any, url: str, **options: Any) -> ConversionReport:
+    return import_episodes(reader, url, **{"fsync": False, "commit_seconds": None} | options)
 
 
 def names(url: str) -> list[str]:
@@ -128,13 +128,13 @@ def names(url: str) -> list[str]:
 
 
 def test_every_episode_comes_bit_by_bit_with_its_end_and_metadata(place: Place) -> None:
-    source = Made(7)
-    report = imported(source, place.url, **place.kwargs)
+    reader = Made(7)
+    report = imported(reader, place.url, **place.kwargs)
     assert (report.n_episodes, report.n_skipped, report.n_verified) == (7, 0, 7)
     store = trajstore.open(place.url, **place.kwargs)
     assert report.n_steps == int(store.episodes["length"].sum()) == 55
-    for i, key in enumerate(source.keys()):
-        expected, got = source.read(key), store.read_episode(i)
+    for i, key in enumerate(reader.keys()):
+        expected, got = reader.read(key), store.read_episode(i)
         state = expected.steps["observation"]["state"]
         np.testing.assert_array_equal(got["observation"]["state"].view(np.uint32), state.view(np.uint32))
         np.testing.assert_array_equal(got["reward"], expected.steps["reward"])
@@ -192,20 +192,20 @@ def test_several_episodes_of_one_name_are_refused(url: str) -> None:
         def keys(self) -> Sequence[str]:
             return ["episode 0", "episode 0"]
 
-    with pytest.raises(DataError, match="several episodes of one name"):
+    with pytest.raises(DataError, match="several episodes with the same name"):
         imported(Twice(1), url)
 
 
 @pytest.mark.parametrize("other", [Made(2, seed=1), Made(2, n_steps=9)], ids=["values", "lengths"])
 def test_a_store_of_another_dataset_with_the_same_names_is_refused(url: str, other: Made) -> None:
     imported(Made(2), url)
-    with pytest.raises(StoreExistsError, match="another dataset"):
+    with pytest.raises(StoreExistsError, match="a different dataset"):
         imported(other, url, verify=False)
 
 
 def test_a_store_with_episodes_that_the_dataset_has_not_is_refused(url: str) -> None:
     imported(Made(3), url)
-    with pytest.raises(StoreExistsError, match="has episode 'episode 2', made 0 has not"):
+    with pytest.raises(StoreExistsError, match="has episode 'episode 2', which made 0 does not have"):
         imported(Made(2), url)
 
 
@@ -221,7 +221,7 @@ def test_a_store_that_somebody_else_writes_to_is_refused_and_left_as_it_is(url: 
     with trajstore.open(url).writer("mine", commit_seconds=None) as writer:
         writer.append_episode(Made(1).read("episode 0").steps)
         writer.commit()
-        with pytest.raises(StoreExistsError, match=r"stream 'mine-.*' was not imported"):
+        with pytest.raises(StoreExistsError, match=r"stream 'mine-.*' was not written by an import"):
             imported(Made(4), url)
     assert len(trajstore.open(url)) == 4
 
@@ -257,13 +257,13 @@ def test_verification_finds_another_end_and_other_metadata(url: str) -> None:
             return Episode(key, episode.steps, terminated=self.terminated, metadata=metadata)
 
     imported(Changed(2), url)
-    source = Changed(2)
-    source.terminated = False
-    with pytest.raises(StoreExistsError, match="expected an end that is cut, got terminated"):
-        imported(source, url)
-    source.terminated, source.note = True, ["b"]
+    reader = Changed(2)
+    reader.terminated = False
+    with pytest.raises(StoreExistsError, match="expected the episode to end cut, got terminated"):
+        imported(reader, url)
+    reader.terminated, reader.note = True, ["b"]
     with pytest.raises(StoreExistsError, match="metadata 'note'"):
-        imported(source, url)
+        imported(reader, url)
 
 
 def test_two_runs_at_the_same_time_are_found(url: str) -> None:
@@ -274,7 +274,7 @@ def test_two_runs_at_the_same_time_are_found(url: str) -> None:
             return super().read(key)
 
     with pytest.raises(
-        CorruptionError, match="expected the 3 episodes of the source, got 6; does another run write"
+        CorruptionError, match="expected the 3 episodes of the dataset, got 6; is another import writing"
     ):
         imported(Joined(3), url)
 
@@ -323,20 +323,20 @@ def test_a_killed_import_goes_on_with_no_episode_lost_or_twice(url: str) -> None
 
 def test_a_part_of_an_episode_is_discarded_and_the_episode_written_again(url: str) -> None:
     """The buffer takes a tenth of an episode, so that parts of it are committed before its end."""
-    source, small = Made(3, n_steps=2000), {"buffer_bytes": 64 << 10}
-    died = FaultyStorage(real_storage(url), DieAt(n_calls_of_an_import(url + "-whole", source, small) // 2, True))
+    reader, small = Made(3, n_steps=2000), {"buffer_bytes": 64 << 10}
+    died = FaultyStorage(real_storage(url), DieAt(n_calls_of_an_import(url + "-whole", reader, small) // 2, True))
     with through(died), pytest.raises(Died):
-        imported(source, url, **small)
+        imported(reader, url, **small)
     assert names(url).count(None) == 1
-    assert imported(source, url, **small).n_verified == 3
-    assert sorted(names(url)) == source.keys()
+    assert imported(reader, url, **small).n_verified == 3
+    assert sorted(names(url)) == reader.keys()
     assert verify(url).is_clean
 
 
-def n_calls_of_an_import(url: str, source: Made, options: dict[str, int]) -> int:
+def n_calls_of_an_import(url: str, reader: Made, options: dict[str, int]) -> int:
     storage = FaultyStorage(real_storage(url))
     with through(storage):
-        imported(source, url, verify=False, **options)
+        imported(reader, url, verify=False, **options)
     return len(storage.calls)
 
 
@@ -390,7 +390,7 @@ class Big:
 
 
 class Forgetful(Kept):
-    """A sink that keeps the names alone."""
+    """A dataset writer that only keeps the names."""
 
     def write(self, episode: Episode) -> None:
         self.episodes.append(Episode(episode.key, {}))
@@ -437,12 +437,12 @@ def test_an_export_takes_the_episodes_that_a_function_chooses(store: trajstore.S
     kept = Kept()
     export_episodes(store, kept, where=lambda table: table["end"] == "truncated")
     assert [episode.metadata[KEY_COLUMN] for episode in kept.episodes] == ["episode 1", "episode 4"]
-    with pytest.raises(DataError, match="no such episodes"):
+    with pytest.raises(DataError, match="no episodes with steps that match"):
         export_episodes(store, Kept(), where=lambda table: table["length"] > 100)
 
 
 def test_an_export_of_fields_that_all_have_final_values_is_refused(store: trajstore.Store) -> None:
-    with pytest.raises(DataError, match="nobody could tell steps from them"):
+    with pytest.raises(DataError, match="the number of steps is ambiguous"):
         export_episodes(store, Kept(), fields=["observation"])
     kept = Kept()
     export_episodes(store, kept, fields=["observation/state", "action"], reread=lambda: kept)
@@ -465,19 +465,19 @@ def test_an_export_that_fails_is_kept_and_gone_on_with(store: trajstore.Store) -
     assert (report.n_skipped, report.n_episodes, report.n_verified) == (2, 4, 6)
 
 
-def test_a_sink_that_can_not_even_be_kept_does_not_hide_what_went_wrong(store: trajstore.Store) -> None:
+def test_a_dataset_writer_that_fails_to_suspend_does_not_hide_the_first_error(store: trajstore.Store) -> None:
     class Broken(Kept):
-        def abandon(self) -> None:
+        def suspend(self) -> None:
             raise OSError("disk full")
 
     with pytest.raises(DataError, match="no place for it") as caught:
         export_episodes(store, Broken(fail_at=0))
-    assert caught.value.__notes__ == ["trajstore: what was written could not be kept either: disk full"]
+    assert caught.value.__notes__ == ["trajstore: the written episodes could not be kept: disk full"]
 
 
 def test_what_is_left_of_another_export_is_not_gone_on_with(store: trajstore.Store) -> None:
     kept = Kept([Episode("another/0", {})])
-    with pytest.raises(DataError, match="of another export; remove it"):
+    with pytest.raises(DataError, match="of an unfinished export next to it hold other episodes; remove them"):
         export_episodes(store, kept)
     assert kept.is_abandoned
 
@@ -510,7 +510,9 @@ def test_an_open_episode_is_exported_as_far_as_it_is_committed(url: str) -> None
     assert [episode.key for episode in kept.episodes] == [f"{writer.stream}/0/1"]
     writer.append({"action": 2})
     writer.close()
-    with pytest.raises(DataError, match="of another export"):  # it has grown meanwhile
+    with pytest.raises(
+        DataError, match="of an unfinished export next to it hold other episodes"
+    ):  # it has grown meanwhile
         export_episodes(url, Kept(kept.episodes))
 
 
@@ -535,7 +537,7 @@ def test_a_dataset_is_imported_and_exported_by_command(flat: Path, url: str, tmp
     result = run("import", "d4rl", flat, url)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "2 episodes of 10 steps" in result.stdout
-    assert "Read back: 2 episodes, equal bit by bit." in result.stdout
+    assert "Verified: 2 episodes, equal bit by bit." in result.stdout
     target = tmp_path / "out.hdf5"
     report = json.loads(run("export", "d4rl", url, target, "--fields", "observation", "--json").stdout)
     assert report == {
@@ -565,10 +567,10 @@ def test_options_of_a_format_are_given_by_name(flat: Path, url: str) -> None:
         (["--option", "speed=3"], "option 'speed': expected one of skip, keep_next, max_episode_steps"),
         (["--option", "speed"], "--option: expected NAME=VALUE, got 'speed'"),
         (["--skip", "terminals"], "expected arrays of steps and 'terminals'"),
-        (["--skip", "reward"], "skip 'reward': there is nothing of that name to leave out; there are observations"),
+        (["--skip", "reward"], "skip 'reward': nothing has that name; expected one of observations"),
         (
             ["--skip", "timeouts"],
-            "no 'timeouts', so nobody knows where episodes were cut off: give max_",
+            "no 'timeouts', so it does not say where time limits ended episodes: give the environment's max_",
         ),
         (["--option", "skip=terminals"], "expected arrays of steps and 'terminals'"),
         (["--option", "skip=5"], "option 'skip': expected a name, or a list of names as JSON, got 5"),
@@ -586,7 +588,7 @@ def test_what_is_wrong_is_said_in_one_line(flat: Path, url: str, arguments: list
     ("arguments", "message"),
     [
         (["d4rl", "--fields", "nosuch"], "no field 'nosuch'; there are observation, reward"),
-        (["torchrl", "--option", "capacity=abc"], "capacity: expected a positive whole number, got 'abc'"),
+        (["torchrl", "--option", "capacity=abc"], "capacity: expected a positive integer, got 'abc'"),
         (["torchrl", "--option", "observations=3"], "option 'observations': expected a name"),
         (["lerobot", "--option", "fps=fast"], "fps"),
         (["torchrl", "--option", "observations=observation"], "; --option drop_last=true leaves such steps out"),
@@ -608,7 +610,7 @@ def test_an_export_that_wrote_no_episode_leaves_nothing_behind(name: str, tmp_pa
     url, out = tmp_path / "store", tmp_path / "out"
     trajstore.create(url, SCHEMA)
     result = run("export", name, url, out / "own-v0")
-    assert (result.exit_code, "has no such episodes" in result.stderr) == (2, True)
+    assert (result.exit_code, "has no episodes with steps that match" in result.stderr) == (2, True)
     assert list(out.iterdir()) == []
 
 
@@ -617,14 +619,14 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Have somebody press Ctrl-C after so many episodes."""
 
     def press(n: int) -> None:
-        original = engine._Count.add
+        original = conversion._ProgressCounter.add
 
         def add(self: Any, by: int = 1) -> None:
             original(self, by)
             if self._n == n:
                 signal.raise_signal(signal.SIGINT)
 
-        monkeypatch.setattr(engine._Count, "add", add)
+        monkeypatch.setattr(conversion._ProgressCounter, "add", add)
 
     return press
 
@@ -633,15 +635,15 @@ def test_an_import_that_is_interrupted_says_how_to_go_on(flat: Path, url: str, i
     interrupt_at(1)
     result = run("import", "d4rl", flat, url)
     assert (result.exit_code, result.stdout) == (130, "")
-    assert result.stderr == "trajstore: interrupted; the same command goes on where this one stopped\n"
+    assert result.stderr == "trajstore: interrupted; the same command continues where this one stopped\n"
 
 
 @pytest.mark.parametrize(
     ("n", "message"),
     [
         (0, "nothing was written"),
-        (1, "the same command goes on where this one stopped ({0}.partial, {0}.journal)"),
-        (3, "{0} is written whole, but not all of it was read back; to do both again, remove it"),
+        (1, "the same command continues where this one stopped ({0}.partial, {0}.journal)"),
+        (3, "{0} is complete, but was not fully verified; to export and verify it again, remove it"),
     ],
 )
 def test_an_export_that_is_interrupted_says_what_it_left(
@@ -669,7 +671,7 @@ def test_a_store_that_differs_from_its_dataset_has_a_problem(flat: Path, url: st
 @pytest.mark.parametrize(("name", "kind"), FORMATS.items())
 def test_every_format_can_be_opened_by_name(name: str, kind: Format) -> None:
     module = importlib.import_module(kind.module)
-    assert "skip" in inspect.signature(module.open_source).parameters
-    assert callable(module.open_sink)
+    assert "skip" in inspect.signature(module.open_reader).parameters
+    assert callable(module.open_writer)
     for verb in ("import", "export"):
         assert run(verb, name, "--help").exit_code == 0

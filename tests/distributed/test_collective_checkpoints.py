@@ -57,7 +57,7 @@ def team(tmp_path: Path) -> Iterator[Open]:
 
 
 def expected(team: Team, n_episodes: int | None = None) -> dict[int, list[int]]:
-    """What a checkpoint shows that was taken after so many episodes of every rank."""
+    """What a checkpoint shows that was taken after n episodes of every rank."""
     n = team.n if n_episodes is None else n_episodes
     return {
         rank: [1_000_000 * rank + 1000 * e + t for e in range(1, n + 1) for t in range(5)]
@@ -116,7 +116,7 @@ class Gate(Plan):
             self._at.before(call)
         except StorageError:
             self.reached.set()
-            assert self.gate.wait(HANG_S), "nobody opened the gate"
+            assert self.gate.wait(HANG_S), "the gate was not opened"
 
 
 # ---- asked for -----------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_a_requested_checkpoint_is_the_same_one_on_all_ranks(
 
 
 @RANKS
-def test_whoever_asks_and_waits_is_given_the_id(team: Open, k: int) -> None:
+def test_a_rank_that_asks_and_waits_gets_the_id(team: Open, k: int) -> None:
     one = team(N)
     one.fill()
     id_ = one.buffers[k].request_checkpoint("asked", wait=True, timeout_s=HANG_S)
@@ -187,7 +187,7 @@ def test_the_clock_takes_checkpoints_of_all_ranks_and_keeps_the_last(team: Open)
     assert contents(one.url, "latest") == expected(one)
 
 
-def test_a_rank_that_starts_late_takes_part_in_what_was_announced_meanwhile(
+def test_a_rank_that_starts_late_takes_part_in_an_earlier_announcement(
     team: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, is_announced = CheckpointSchedule.start, threading.Event()
@@ -206,7 +206,7 @@ def test_a_rank_that_starts_late_takes_part_in_what_was_announced_meanwhile(
     assert [c.name for c in found] == ["early"]
 
 
-def test_a_single_session_that_attends_answers_requests_from_outside(url: str) -> None:
+def test_a_single_session_with_attend_s_answers_requests_from_outside(url: str) -> None:
     with ReplayBuffer(url, **OPTIONS | {"attend_s": 0.02}) as buffer:
         add(buffer, 0, 1)
         trajstore.request_checkpoint(url, "asked")
@@ -241,10 +241,10 @@ def test_a_request_with_a_dead_rank_publishes_nothing_and_names_it(team: Open, k
 
 
 def _is_dead(buffer: ReplayBuffer) -> bool:
-    """Its attendant has met the death, or hears of nothing in the store that could kill it."""
-    attendant = buffer.session.schedule._requests
-    assert attendant is not None
-    return attendant._is_over or attendant._world.board.__class__.__name__ == "TorchNotes"
+    """Its thread that checks for requests has ended, or reads nothing from the store that could end it."""
+    requests = buffer.session.schedule._requests
+    assert requests is not None
+    return requests._has_ended or requests._group.notes.__class__.__name__ == "TorchNotes"
 
 
 @RANKS
@@ -260,9 +260,9 @@ def test_a_request_with_a_rank_that_is_stuck_publishes_nothing_and_the_next_one_
             one.buffers[(k + 1) % N].request_checkpoint("asked", wait=True, timeout_s=HANG_S if k else 1.5)
         assert [c.id for c in published(one.url)] == [base]
     for buffer in one.buffers:
-        attendant = buffer.session.schedule._requests
-        assert attendant is not None
-        eventually(lambda attendant=attendant: attendant._done)  # the failed one has come to its end everywhere
+        requests = buffer.session.schedule._requests
+        assert requests is not None
+        eventually(lambda requests=requests: requests._concluded)  # the failed one has come to its end everywhere
         _forget(buffer)
     one.set_timeout(2.0)
     one.fill()
@@ -345,7 +345,7 @@ def test_a_rank_whose_storage_fails_is_named_and_the_next_one_succeeds(team: Ope
         if rank != k:
             assert isinstance(failed[rank], RankError)
             assert f"rank {k}" in str(failed[rank])
-            assert not isinstance(failed[rank], RankTimeoutError)  # it was told, and did not have to wait
+            assert not isinstance(failed[rank], RankTimeoutError)  # it was informed, and did not have to wait
     assert [c.id for c in published(one.url)] == [base]
     one.plan(k, None)
     one.fill()
@@ -370,7 +370,7 @@ def test_a_checkpoint_of_a_rank_with_nothing_appended_is_whole(team: Open) -> No
 
 
 @RANKS
-def test_nobody_sees_a_checkpoint_before_the_parts_of_all_ranks_are_durable(team: Open, k: int) -> None:
+def test_a_checkpoint_is_invisible_until_the_parts_of_all_ranks_are_durable(team: Open, k: int) -> None:
     one = team(N)
     one.fill()
     base = one.saved("base")
@@ -467,7 +467,7 @@ def test_rows_that_a_part_of_a_world_before_wants_are_kept_while_it_may_still_be
     assert contents(one.url, found[0]) == expected(one)
 
 
-# ---- an outcome that nobody hears of -------------------------------------------------------------------------
+# ---- an outcome that does not reach the other ranks ----------------------------------------------------------
 
 
 def test_what_a_leader_published_before_it_died_counts_as_saved_for_all_others(team: Open) -> None:
@@ -593,7 +593,7 @@ def test_checkpoints_in_the_background_of_all_ranks_come_one_after_the_other(tea
     assert_linear(one.url)
 
 
-def test_a_resumed_world_goes_on_with_the_chain(team: Open) -> None:
+def test_a_resumed_world_continues_the_chain(team: Open) -> None:
     one = team(N)
     one.fill()
     one.saved("a")
@@ -624,7 +624,7 @@ def test_keep_last_prunes_once_by_the_leader(team: Open) -> None:
 
 @pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
 def test_an_error_while_old_ones_are_pruned_leaves_the_new_one(team: Open, is_after: bool) -> None:
-    """It is published by then, and others are gone: to take it back would leave nothing."""
+    """It is already published, and others are removed: withdrawing it would leave none."""
     one = team(2)
     one.fill()
     one.saved("a")
@@ -918,9 +918,9 @@ def test_all_ranks_close_while_requests_are_under_way(team: Open) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 1])
-def test_closing_with_a_failure_that_nobody_has_seen_ends_all_threads(team: Open, k: int) -> None:
+def test_closing_with_a_failure_that_was_not_raised_yet_ends_all_threads(team: Open, k: int) -> None:
     one = team(2)
-    assert "trajstore-attend" in {thread.name for thread in buffer_threads()}
+    assert "trajstore-checkpoint-requests" in {thread.name for thread in buffer_threads()}
     one.fill()
     one.plan(k, Broken("checkpoints/"))
     all_well(2, lambda rank: one.buffers[rank].save_checkpoint("a"))
@@ -934,8 +934,8 @@ def test_closing_with_a_failure_that_nobody_has_seen_ends_all_threads(team: Open
 
 def _threads_of(team: Team) -> list[str]:
     """Threads that buffers have not ended."""
-    attendants = [buffer.session.schedule._requests for buffer in team.buffers]
-    return [a._thread.name for a in attendants if a is not None and a._thread.is_alive()]
+    requests = [buffer.session.schedule._requests for buffer in team.buffers]
+    return [r._thread.name for r in requests if r is not None and r._thread.is_alive()]
 
 
 def test_closing_makes_checkpoints_in_the_background_durable_first(team: Open) -> None:

@@ -21,7 +21,7 @@ from trajstore import Checkpoint, ReplayBuffer
 from trajstore.storage import open_storage
 from trajstore.store.checkpoints import find, list_checkpoints
 
-END_S = 25.0  # nobody who was told to end within a few seconds takes so long
+END_S = 25.0  # a process that is asked to end within a few seconds takes less
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ THROUGH = pytest.mark.parametrize("through", ["store", "torch"])
 # ---- torch.distributed ---------------------------------------------------------------------------------------
 
 
-def test_rank_and_size_are_those_of_torch_distributed_unless_told_otherwise(start: Start, url: str) -> None:
+def test_rank_and_size_default_to_those_of_torch_distributed(start: Start, url: str) -> None:
     ranks = start("meet_torch", 2, through="torch", is_awaited=False)
     for number, rank in enumerate(ranks):
         rank.await_word("over")
@@ -104,7 +104,7 @@ def test_ranks_of_a_process_group_may_try_again_after_one_could_not_begin(start:
     ("through", "k", "wait"),
     [("store", 0, "sleep"), ("store", 1, "c"), ("store", 2, "lock"), ("torch", 1, "torch"), ("torch", 0, "c")],
 )
-def test_a_rank_that_is_told_to_terminate_takes_a_checkpoint_of_all_first(
+def test_a_rank_that_gets_sigterm_takes_a_checkpoint_of_all_first(
     home: Nursery, url: str, through: str, k: int, wait: str
 ) -> None:
     more = {"port": free_port()} if through == "torch" else {}
@@ -125,9 +125,7 @@ def test_a_rank_that_is_told_to_terminate_takes_a_checkpoint_of_all_first(
 
 
 @THROUGH
-def test_ranks_that_are_all_told_to_terminate_at_once_all_end_with_a_checkpoint(
-    start: Start, url: str, through: str
-) -> None:
+def test_ranks_that_all_get_sigterm_at_once_all_end_with_a_checkpoint(start: Start, url: str, through: str) -> None:
     ranks = start("stay", 3, through=through, wait="sleep", exit_s=4.0, options={"rank_timeout_s": 4.0})
     for rank in ranks:
         rank.kill(signal.SIGTERM)
@@ -203,7 +201,7 @@ def test_two_buffers_of_a_process_both_take_a_last_checkpoint(start: Start, url:
     ("what", "k", "through"),
     [("fail", 0, "store"), ("fail", 1, "torch"), ("fail_inside", 1, "store"), ("fail_inside", 0, "torch")],
 )
-def test_an_exception_that_nobody_catches_takes_a_checkpoint_of_all_first(
+def test_an_uncaught_exception_takes_a_checkpoint_of_all_first(
     start: Start, home: Nursery, url: str, what: str, k: int, through: str
 ) -> None:
     ranks = start([what if r == k else "stay" for r in range(2)], 2, through=through)

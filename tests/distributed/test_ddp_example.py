@@ -1,4 +1,4 @@
-"""The example of several ranks: killed on two, gone on with on three and on one."""
+"""The example of several ranks: killed on two, continued on three and on one."""
 
 from __future__ import annotations
 

@@ -11,7 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trajstore.distributed import partitions
-from trajstore.distributed.partitions import CAUSES, PartitionReport, Partitions, causes, deal, fates, least_loaded
+from trajstore.distributed.incomplete_episodes import CAUSES, fates_by_cause, masks_by_cause
+from trajstore.distributed.partition_report import PartitionReport
+from trajstore.distributed.partitions import Partitions, assign_episodes, least_loaded
 from trajstore.format.spans import End
 from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.episode_index import GONE
@@ -39,7 +41,7 @@ def loads(lengths: Array, rank: Array, n: int) -> Array:
 @pytest.mark.parametrize("policy", POLICIES)
 @given(lengths=LENGTHS, n=SIZES)
 def test_every_episode_goes_to_exactly_one_rank_that_exists(policy: Any, lengths: list[int], n: int) -> None:
-    rank = deal(np.array(lengths, np.int64), n, policy)
+    rank = assign_episodes(np.array(lengths, np.int64), n, policy)
     assert rank.shape == (len(lengths),)
     assert np.issubdtype(rank.dtype, np.integer)
     assert ((rank >= 0) & (rank < n)).all()
@@ -49,11 +51,12 @@ def test_every_episode_goes_to_exactly_one_rank_that_exists(policy: Any, lengths
 @given(lengths=LENGTHS, n=SIZES)
 def test_the_split_depends_on_nothing_but_lengths(policy: Any, lengths: list[int], n: int) -> None:
     given_lengths = np.array(lengths, np.int64)
-    first = deal(given_lengths, n, policy)
+    first = assign_episodes(given_lengths, n, policy)
     assert np.array_equal(given_lengths, lengths), "what was given is left as it was"
-    assert np.array_equal(first, deal(given_lengths.copy(), n, policy))
+    assert np.array_equal(first, assign_episodes(given_lengths.copy(), n, policy))
     assert np.array_equal(
-        first, deal(np.array(lengths, np.int32 if max(lengths, default=0) < 1 << 31 else np.int64), n, policy)
+        first,
+        assign_episodes(np.array(lengths, np.int32 if max(lengths, default=0) < 1 << 31 else np.int64), n, policy),
     )
 
 
@@ -63,14 +66,14 @@ def test_the_split_depends_on_nothing_but_lengths(policy: Any, lengths: list[int
 @example(lengths=[1 << 50, 1, 1, 1], n=3)
 def test_ranks_differ_in_steps_by_at_most_the_longest_episode(lengths: list[int], n: int) -> None:
     given_lengths = np.array(lengths, np.int64)
-    sums = loads(given_lengths, deal(given_lengths, n, "steps"), n)
+    sums = loads(given_lengths, assign_episodes(given_lengths, n, "steps"), n)
     assert sums.sum() == given_lengths.sum()
     assert sums.max() - sums.min() <= given_lengths.max(initial=0)
 
 
 @given(length=st.integers(1, 1 << 40), n_episodes=st.integers(0, 60), n=SIZES)
 def test_episodes_as_long_as_each_other_are_spread_evenly_by_steps(length: int, n_episodes: int, n: int) -> None:
-    rank = deal(np.full(n_episodes, length), n, "steps")
+    rank = assign_episodes(np.full(n_episodes, length), n, "steps")
     counts = np.bincount(rank, minlength=n)
     assert counts.max() - counts.min() <= 1
 
@@ -78,14 +81,14 @@ def test_episodes_as_long_as_each_other_are_spread_evenly_by_steps(length: int, 
 @given(n_small=st.integers(0, 50), n=st.integers(2, 9))
 def test_a_giant_has_a_rank_of_its_own_as_long_as_the_others_have_less(n_small: int, n: int) -> None:
     lengths = np.array([2] * n_small + [1000])
-    rank = deal(lengths, n, "steps")
+    rank = assign_episodes(lengths, n, "steps")
     assert (rank[:-1] != rank[-1]).all()
 
 
 @pytest.mark.parametrize("policy", ["episodes", "interleaved"])
 @given(lengths=LENGTHS, n=SIZES)
 def test_numbers_of_episodes_differ_by_at_most_one(policy: Any, lengths: list[int], n: int) -> None:
-    counts = np.bincount(deal(np.array(lengths, np.int64), n, policy), minlength=n)
+    counts = np.bincount(assign_episodes(np.array(lengths, np.int64), n, policy), minlength=n)
     assert counts.max() - counts.min() <= 1
 
 
@@ -93,19 +96,21 @@ def test_numbers_of_episodes_differ_by_at_most_one(policy: Any, lengths: list[in
 def test_by_episodes_steps_differ_by_at_most_the_longest_too(lengths: list[int], n: int) -> None:
     """Dealt by length there and back, every round makes up for the one before."""
     given_lengths = np.array(lengths, np.int64)
-    sums = loads(given_lengths, deal(given_lengths, n, "episodes"), n)
+    sums = loads(given_lengths, assign_episodes(given_lengths, n, "episodes"), n)
     assert sums.max() - sums.min() <= given_lengths.max(initial=0)
 
 
 @given(lengths=LENGTHS, n=SIZES)
 def test_interleaved_ranks_take_turns_in_order_of_arrival(lengths: list[int], n: int) -> None:
-    assert deal(np.array(lengths, np.int64), n, "interleaved").tolist() == [i % n for i in range(len(lengths))]
+    assert assign_episodes(np.array(lengths, np.int64), n, "interleaved").tolist() == [
+        i % n for i in range(len(lengths))
+    ]
 
 
 @given(lengths=LENGTHS, n=SIZES)
 def test_contiguous_ranks_hold_blocks_in_order_of_arrival(lengths: list[int], n: int) -> None:
     given_lengths = np.array(lengths, np.int64)
-    rank = deal(given_lengths, n, "contiguous")
+    rank = assign_episodes(given_lengths, n, "contiguous")
     assert (np.diff(rank) >= 0).all()
     sums = loads(given_lengths, rank, n)
     # Each cut lies where an equal part ends, give or take half an episode.
@@ -116,7 +121,7 @@ def test_contiguous_ranks_hold_blocks_in_order_of_arrival(lengths: list[int], n:
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=40), n=SIZES)
 def test_episodes_without_steps_are_dealt_out_as_well(lengths: list[int], n: int) -> None:
     for policy in POLICIES:
-        rank = deal(np.array(lengths), n, policy)  # type: ignore[arg-type]
+        rank = assign_episodes(np.array(lengths), n, policy)  # type: ignore[arg-type]
         assert len(rank) == len(lengths)
         assert ((rank >= 0) & (rank < n)).all()
 
@@ -135,23 +140,23 @@ def test_the_compiled_loop_and_the_heap_do_the_same(lengths: list[int], n: int) 
 
 def test_with_very_many_ranks_the_split_is_the_same_as_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 9000)
-    n = partitions._MANY_PLACES + 1
-    by_heap = deal(lengths, n)
-    monkeypatch.setattr(partitions, "_MANY_PLACES", n)
-    assert np.array_equal(deal(lengths, n), by_heap)
+    n = partitions._MAX_BINS_OF_LOOP + 1
+    by_heap = assign_episodes(lengths, n)
+    monkeypatch.setattr(partitions, "_MAX_BINS_OF_LOOP", n)
+    assert np.array_equal(assign_episodes(lengths, n), by_heap)
 
 
 def test_without_compiled_loops_the_split_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = np.random.default_rng(1).integers(1, 50, 500)
-    compiled = deal(lengths, 7)
+    compiled = assign_episodes(lengths, 7)
     monkeypatch.setattr(partitions, "compiled_loops", lambda *_: None)
-    assert np.array_equal(deal(lengths, 7), compiled)
+    assert np.array_equal(assign_episodes(lengths, 7), compiled)
 
 
 @pytest.mark.parametrize("policy", ["", "step", "STEPS", None, 3])
 def test_an_unknown_policy_is_refused_by_name(policy: Any) -> None:
     with pytest.raises(ValueError, match=r"policy: expected one of steps, episodes, contiguous, interleaved, got"):
-        deal(np.array([1, 2]), 2, policy)
+        assign_episodes(np.array([1, 2]), 2, policy)
 
 
 # ---- fates ----------------------------------------------------------------------------------------
@@ -159,12 +164,12 @@ def test_an_unknown_policy_is_refused_by_name(policy: Any) -> None:
 
 @pytest.mark.parametrize("fate", ["keep", "drop", "truncate"])
 def test_one_word_is_for_all_causes(fate: str) -> None:
-    assert fates(fate) == dict.fromkeys(CAUSES, fate)
+    assert fates_by_cause(fate) == dict.fromkeys(CAUSES, fate)
 
 
 def test_causes_that_are_not_named_are_kept() -> None:
-    assert fates({"cut": "drop"}) == {"open": "keep", "headless": "keep", "cut": "drop"}
-    assert fates({}) == dict.fromkeys(CAUSES, "keep")
+    assert fates_by_cause({"cut": "drop"}) == {"open": "keep", "headless": "keep", "cut": "drop"}
+    assert fates_by_cause({}) == dict.fromkeys(CAUSES, "keep")
 
 
 @pytest.mark.parametrize(
@@ -179,12 +184,12 @@ def test_causes_that_are_not_named_are_kept() -> None:
 )
 def test_unknown_fates_and_causes_are_refused_by_name(bad: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fates(bad)
+        fates_by_cause(bad)
 
 
 def test_an_episode_may_be_incomplete_for_several_causes() -> None:
     ends = np.array([End.OPEN, End.CUT, End.TERMINATED, End.TRUNCATED, End.TERMINATED])
-    found = causes(ends, np.array([3, 0, 2, 0, 6]), np.array([GONE, GONE, GONE, GONE, 6]))
+    found = masks_by_cause(ends, np.array([3, 0, 2, 0, 6]), np.array([GONE, GONE, GONE, GONE, 6]))
     assert {name: mask.tolist() for name, mask in found.items()} == {
         "open": [True, False, False, False, False],
         "headless": [True, False, True, False, False],  # the last one is shown as begun where its steps do
@@ -207,12 +212,12 @@ def plans(draw: st.DrawFn) -> Partitions:
     words = st.sampled_from(["keep", "drop", "truncate"])
     what = draw(st.fixed_dictionaries(dict.fromkeys(CAUSES, words)))
     begin = np.array(draw(st.lists(st.sampled_from([4, GONE]), min_size=n, max_size=n)), np.int64)
-    is_cause = causes(end, t, begin)
+    is_cause = masks_by_cause(end, t, begin)
     dropped = np.zeros(n, bool)
     for cause in CAUSES:
         dropped |= is_cause[cause] & (what[cause] == "drop")
     rank = np.full(n, -1)
-    rank[~dropped] = deal(length[~dropped], n_new)
+    rank[~dropped] = assign_episodes(length[~dropped], n_new)
     zeros = np.zeros(n, np.int64)
     return Partitions(
         checkpoint="c",

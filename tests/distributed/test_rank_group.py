@@ -51,13 +51,16 @@ from trajstore import (
     SchemaError,
     StorageError,
 )
-from trajstore.distributed.rank_group import RankGroup, check_ranks, join_group, list_worlds, put_world, read_world
-from trajstore.distributed.rank_notes import (
-    StoreNotes,
-    TorchNotes,
+from trajstore.distributed.joining import join_group
+from trajstore.distributed.rank_group import RankGroup, check_ranks
+from trajstore.distributed.rank_notes import StoreNotes, TorchNotes
+from trajstore.distributed.world_records import (
+    list_worlds,
     member_bytes,
     member_key,
+    put_world,
     read_member,
+    read_world,
     world_key,
 )
 from trajstore.format.zarr_json import FORMAT, GROUP, to_json_bytes
@@ -111,44 +114,44 @@ def assert_usable(url: str, size: int = 2) -> None:
         team.end()
 
 
-# ---- boards --------------------------------------------------------------------------------------------------
+# ---- notes ---------------------------------------------------------------------------------------------------
 
 
-def storage_boards(url: str, n: int) -> list[Any]:
+def store_notes(url: str, n: int) -> list[Any]:
     return [StoreNotes(real_storage(url), "world-" + "0" * 26, rank, f"{rank:032x}") for rank in range(n)]
 
 
-def torch_boards(url: str, n: int) -> list[Any]:
+def torch_notes(url: str, n: int) -> list[Any]:
     shared = distributed.HashStore()
     return [TorchNotes(shared, rank) for rank in range(n)]
 
 
-BOARDS = pytest.mark.parametrize("make", [storage_boards, torch_boards], ids=["store", "torch"])
+NOTES = pytest.mark.parametrize("make", [store_notes, torch_notes], ids=["store", "torch"])
 
 
-@BOARDS
+@NOTES
 def test_a_note_is_seen_by_all_and_replaced_by_a_later_one(store: str, make: Callable[..., list[Any]]) -> None:
-    boards = make(store, 3)
-    assert boards[0].read(range(3), "k") == {}
-    boards[1].post("k", {"a": [1, None, "é"]})
-    boards[2].post("k", 0)
-    assert [board.read(range(3), "k") for board in boards] == [{1: {"a": [1, None, "é"]}, 2: 0}] * 3
-    boards[1].post("k", "new")
-    assert boards[0].read([1], "k") == {1: "new"}
-    assert boards[0].read([1], "other") == {}
+    notes = make(store, 3)
+    assert notes[0].read(range(3), "k") == {}
+    notes[1].post("k", {"a": [1, None, "é"]})
+    notes[2].post("k", 0)
+    assert [one.read(range(3), "k") for one in notes] == [{1: {"a": [1, None, "é"]}, 2: 0}] * 3
+    notes[1].post("k", "new")
+    assert notes[0].read([1], "k") == {1: "new"}
+    assert notes[0].read([1], "other") == {}
 
 
-@BOARDS
+@NOTES
 def test_a_note_that_is_taken_away_is_gone_and_may_be_taken_away_again(
     store: str, make: Callable[..., list[Any]]
 ) -> None:
-    boards = make(store, 2)
-    boards[0].post("k", 1)
-    boards[0].post("other", 2)
+    notes = make(store, 2)
+    notes[0].post("k", 1)
+    notes[0].post("other", 2)
     for _ in range(2):
-        boards[0].post("k", None)
-    assert boards[1].read([0], "k") == {}
-    assert boards[1].read([0], "other") == {0: 2}
+        notes[0].post("k", None)
+    assert notes[1].read([0], "k") == {}
+    assert notes[1].read([0], "other") == {0: 2}
 
 
 class HoldFirstPut(Plan):
@@ -161,49 +164,49 @@ class HoldFirstPut(Plan):
     def before(self, call: Call) -> None:
         if call.action == "put" and not self.is_held.is_set():
             self.is_held.set()
-            self.gate.wait(2)  # whoever lets others wait for the first put never opens it
+            self.gate.wait(2)  # code that makes others wait for the first put never opens it
 
 
 def test_notes_that_threads_of_a_rank_post_at_the_same_time_are_all_kept(store: str) -> None:
     plan = HoldFirstPut()
-    board = StoreNotes(FaultyStorage(real_storage(store), plan), "world-" + "0" * 26, 0, "0" * 32)
-    first = begin([0], lambda _: board.post("announce", 1))
+    notes = StoreNotes(FaultyStorage(real_storage(store), plan), "world-" + "0" * 26, 0, "0" * 32)
+    first = begin([0], lambda _: notes.post("announce", 1))
     assert plan.is_held.wait(HANG_S)
-    second = begin([1], lambda _: board.post("part", 2))
+    second = begin([1], lambda _: notes.post("part", 2))
     if not second[1].done():
         time.sleep(0.1)
     plan.gate.set()
     ended(first)
     ended(second)
-    reader = storage_boards(store, 2)[1]
+    reader = store_notes(store, 2)[1]
     assert reader.read([0], "announce") == {0: 1}
     assert reader.read([0], "part") == {0: 2}
 
 
 def test_a_note_that_could_not_be_stored_does_not_appear_with_a_later_one(store: str) -> None:
     storage = FaultyStorage(real_storage(store))
-    board = StoreNotes(storage, "world-" + "0" * 26, 0, "0" * 32)
+    notes = StoreNotes(storage, "world-" + "0" * 26, 0, "0" * 32)
     key = "worlds/world/0/zarr.json"
     storage.plan = AtSite(Site("put", key, 0), is_after=False, error=broken)
     with pytest.raises(StorageError):
-        board.post("part", {"failed": "never said"})
-    board.post("announce", 1)
-    found = storage_boards(store, 2)[1].read([0], "announce")
+        notes.post("part", {"failed": "never said"})
+    notes.post("announce", 1)
+    found = store_notes(store, 2)[1].read([0], "announce")
     assert found == {0: 1}
 
 
-@BOARDS
+@NOTES
 def test_many_threads_of_all_ranks_post_and_read_at_once(store: str, make: Callable[..., list[Any]]) -> None:
-    boards = make(store, 2)
+    notes = make(store, 2)
 
     def post(i: int) -> None:
         for n in range(20):
-            boards[i % 2].post(f"key-{i}", n)
-            boards[1 - i % 2].read([0, 1], f"key-{i}")
+            notes[i % 2].post(f"key-{i}", n)
+            notes[1 - i % 2].read([0, 1], f"key-{i}")
 
     all_well(6, post)
     for i in range(6):
-        assert boards[1 - i % 2].read([i % 2], f"key-{i}") == {i % 2: 19}
+        assert notes[1 - i % 2].read([i % 2], f"key-{i}") == {i % 2: 19}
 
 
 # ---- worlds --------------------------------------------------------------------------------------------------
@@ -238,14 +241,14 @@ def test_the_order_of_arrival_does_not_matter(store: str, order: tuple[int, ...]
         threading.Timer(0.06, gates[turn + 1].set).start()
         return joined(store, rank, 3)
 
-    worlds = all_well(3, join_in_turn)
-    assert len({world.id for world in worlds}) == 1
-    assert [world.rank for world in worlds] == [0, 1, 2]
-    all_well(3, lambda rank: worlds[rank].agree("hello", {"same": 1}))
+    groups = all_well(3, join_in_turn)
+    assert len({group.id for group in groups}) == 1
+    assert [group.rank for group in groups] == [0, 1, 2]
+    all_well(3, lambda rank: groups[rank].agree("hello", {"same": 1}))
 
 
 LEFTOVERS: dict[str, list[tuple[int, ...]]] = {
-    "nobody but the place": [()],
+    "no rank came": [()],
     "rank 0 came": [(0,)],
     "rank 1 came": [(1,)],
     "rank 1 died": [(0, 2)],
@@ -256,23 +259,23 @@ LEFTOVERS: dict[str, list[tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("left", list(LEFTOVERS.values()), ids=list(LEFTOVERS))
 @pytest.mark.parametrize("first", [0, 2])
-def test_what_earlier_launches_left_behind_holds_nobody_up(
+def test_ranks_do_not_wait_in_the_worlds_of_earlier_launches(
     store: str, left: list[tuple[int, ...]], first: int
 ) -> None:
     old = [dead_world(store, 3, *ranks, age_s=100 - i) for i, ranks in enumerate(left)]
     begun = begin([first], lambda rank: joined(store, rank, 3))
     time.sleep(0.08)
     begun |= begin([rank for rank in range(3) if rank != first], lambda rank: joined(store, rank, 3))
-    worlds = ended(begun)
-    assert all(isinstance(world, RankGroup) for world in worlds.values()), worlds
-    assert len({world.id for world in worlds.values()}) == 1
-    assert worlds[0].id not in old
+    groups = ended(begun)
+    assert all(isinstance(group, RankGroup) for group in groups.values()), groups
+    assert len({group.id for group in groups.values()}) == 1
+    assert groups[0].id not in old
 
 
-def test_what_a_launch_left_whose_clock_was_ahead_holds_nobody_up(store: str) -> None:
+def test_ranks_do_not_wait_in_the_world_of_a_launch_whose_clock_was_ahead(store: str) -> None:
     dead_world(store, 2, 0, age_s=-3600.0)
-    worlds = outcomes(2, lambda rank: joined(store, rank, 2, timeout_s=3.0))
-    assert all(isinstance(world, RankGroup) for world in worlds.values()), worlds
+    groups = outcomes(2, lambda rank: joined(store, rank, 2, timeout_s=3.0))
+    assert all(isinstance(group, RankGroup) for group in groups.values()), groups
 
 
 def test_a_relaunch_right_after_a_crash_works(team: Open) -> None:
@@ -287,7 +290,7 @@ def test_a_relaunch_right_after_a_crash_works(team: Open) -> None:
     assert published(first.url)[-1].parent == published(first.url)[0].id
 
 
-def test_a_world_that_is_complete_takes_nobody_else(team: Open) -> None:
+def test_a_complete_world_accepts_no_further_process(team: Open) -> None:
     one = team(2)
     with pytest.raises(RankTimeoutError, match=r"complete|another process of rank 1"):
         joined(one.url, 1, 2, timeout_s=SHORT_S)
@@ -295,33 +298,33 @@ def test_a_world_that_is_complete_takes_nobody_else(team: Open) -> None:
     one.saved("a")
 
 
-def test_a_rank_1_that_is_there_twice_is_told_so(store: str) -> None:
+def test_a_second_process_of_rank_1_is_named_in_the_error(store: str) -> None:
     calls = {0: 0, 1: 1, 2: 1}
     begun = begin([1, 2], lambda i: joined(store, calls[i], 2, timeout_s=2.0))
     time.sleep(0.1)
     begun |= begin([0], lambda i: joined(store, 0, 2, timeout_s=2.0))
-    worlds = ended(begun)
-    assert isinstance(worlds[0], RankGroup)
-    failed = [worlds[i] for i in (1, 2) if isinstance(worlds[i], Exception)]
+    groups = ended(begun)
+    assert isinstance(groups[0], RankGroup)
+    failed = [groups[i] for i in (1, 2) if isinstance(groups[i], Exception)]
     assert len(failed) == 1
     assert isinstance(failed[0], RankTimeoutError)
     assert "rank 1" in str(failed[0])
     assert any(word in str(failed[0]) for word in ("another process", "complete"))
 
 
-def test_a_rank_0_that_is_there_twice_is_told_so(store: str) -> None:
+def test_a_second_process_of_rank_0_is_named_in_the_error(store: str) -> None:
     begun = begin([0], lambda _: joined(store, 0, 2, timeout_s=1.0))
     time.sleep(0.1)
     begun |= begin([10], lambda _: joined(store, 0, 2, timeout_s=1.0))
     time.sleep(0.1)
     begun |= begin([1], lambda _: joined(store, 1, 2, timeout_s=1.0))
-    worlds = ended(begun)
-    assert isinstance(worlds[10], RankGroup)
-    assert isinstance(worlds[1], RankGroup)
-    assert worlds[1].id == worlds[10].id
-    assert isinstance(worlds[0], RankTimeoutError)
-    assert "rank 0" in str(worlds[0])
-    assert "twice" in str(worlds[0])
+    groups = ended(begun)
+    assert isinstance(groups[10], RankGroup)
+    assert isinstance(groups[1], RankGroup)
+    assert groups[1].id == groups[10].id
+    assert isinstance(groups[0], RankTimeoutError)
+    assert "rank 0" in str(groups[0])
+    assert "twice" in str(groups[0])
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
@@ -336,14 +339,14 @@ def test_a_rank_that_does_not_come_is_named_to_all_others(store: str, missing: i
     assert_usable(store, 3)
 
 
-def test_ranks_with_another_world_size_are_told_so(store: str) -> None:
+def test_another_world_size_is_named_in_the_error(store: str) -> None:
     before = buffer_threads()
     failed = outcomes(2, lambda rank: opened(store, rank, 2 + rank, rank_timeout_s=SHORT_S))
     assert isinstance(failed[0], RankTimeoutError)
     assert "rank 1 of 2" in str(failed[0])
     assert isinstance(failed[1], RankTimeoutError)
     assert "has 2 ranks" in str(failed[1])
-    assert "told 3" in str(failed[1])
+    assert "expects 3" in str(failed[1])
     assert buffer_threads() <= before
     assert_usable(store)
 
@@ -352,7 +355,7 @@ def test_ranks_with_another_world_size_are_told_so(store: str) -> None:
     ("name", "values"), [("seed", [1, 2]), ("share", ["partition", "whole"])], ids=["seed", "share"]
 )
 @pytest.mark.parametrize("through", ["store", "torch"])
-def test_ranks_that_differ_are_told_which_and_in_what(
+def test_ranks_that_differ_get_an_error_that_names_the_rank_and_the_option(
     store: str, name: str, values: list[Any], through: str
 ) -> None:
     before = buffer_threads()
@@ -378,7 +381,7 @@ def _failing(through: str, n: int, make: Callable[[int], Any]) -> dict[int, Any]
         return outcomes(n, make)
 
 
-def test_ranks_with_another_schema_are_told_the_field(url: str) -> None:
+def test_ranks_with_another_schema_get_an_error_that_names_the_field(url: str) -> None:
     before = buffer_threads()
     schemas = [SCHEMA, Schema({"x": Field("int32"), "reward": Field("float32")})]
     failed = outcomes(2, lambda rank: opened(url, rank, 2, rank_timeout_s=SHORT_S, schema=schemas[rank]))
@@ -391,7 +394,7 @@ def test_ranks_with_another_schema_are_told_the_field(url: str) -> None:
 
 
 @pytest.mark.parametrize("through", ["store", "torch"])
-def test_ranks_that_go_on_from_different_checkpoints_are_told_so(team: Open, through: str) -> None:
+def test_ranks_that_continue_different_checkpoints_get_an_error_that_names_them(team: Open, through: str) -> None:
     one = team(2)
     one.fill()
     ids = [one.saved(name) for name in "ab"]
@@ -411,7 +414,7 @@ def test_ranks_that_go_on_from_different_checkpoints_are_told_so(team: Open, thr
     assert {buffer.n_steps for buffer in again.buffers} == {5}
 
 
-def test_ranks_of_different_stores_are_told_so(tmp_path: Path) -> None:
+def test_ranks_of_different_stores_get_an_error(tmp_path: Path) -> None:
     urls = [str(tmp_path / name) for name in "ab"]
     before = buffer_threads()
     failed = outcomes(2, lambda rank: opened(urls[rank], rank, 2, rank_timeout_s=SHORT_S))
@@ -489,19 +492,19 @@ def test_torch_is_refused_as_a_way_where_it_is_not_in_use(url: str) -> None:
 
 
 def test_a_note_of_a_rank_that_disagrees_is_shortened_in_the_error(store: str) -> None:
-    boards = torch_boards(store, 2)
-    worlds = [RankGroup("w", rank, 2, boards[rank], 5.0) for rank in range(2)]
-    failed = outcomes(2, lambda rank: worlds[rank].agree("hello", {"thing": str(rank) * 100_000}))
+    notes = torch_notes(store, 2)
+    groups = [RankGroup("w", rank, 2, notes[rank], 5.0) for rank in range(2)]
+    failed = outcomes(2, lambda rank: groups[rank].agree("hello", {"thing": str(rank) * 100_000}))
     for failure in failed.values():
         assert isinstance(failure, RankError)
         assert len(str(failure)) < 1000
 
 
 def test_a_rank_that_closes_while_others_still_wait_for_a_note_of_it_is_not_waited_for(store: str) -> None:
-    boards = storage_boards(store, 2)
-    worlds = [RankGroup("w", rank, 2, boards[rank], HANG_S * 10) for rank in range(2)]
-    begun = begin([0], lambda _: worlds[0].gather("part", 1))
-    worlds[1].leave()
+    notes = store_notes(store, 2)
+    groups = [RankGroup("w", rank, 2, notes[rank], HANG_S * 10) for rank in range(2)]
+    begun = begin([0], lambda _: groups[0].gather("part", 1))
+    groups[1].leave()
     failure = ended(begun)[0]
     assert isinstance(failure, RankError)
     assert not isinstance(failure, RankTimeoutError)
@@ -722,8 +725,8 @@ def test_credentials_are_never_in_what_ranks_tell_each_other(new_place: Callable
         assert secret.encode() not in text
 
 
-def test_a_request_from_outside_goes_to_the_ranks_that_are_there(team: Open) -> None:
-    """A launch that failed since has left a world that is newer, and nobody in it."""
+def test_a_request_from_outside_goes_to_the_ranks_that_run(team: Open) -> None:
+    """A launch that failed since has left a newer world, which no rank has joined."""
     one = team(2)
     one.fill()
     outcomes([0], lambda _: joined(one.url, 0, 2, timeout_s=SHORT_S))
@@ -734,12 +737,12 @@ def test_a_request_from_outside_goes_to_the_ranks_that_are_there(team: Open) -> 
     assert [checkpoint.name for checkpoint in published(one.url)] == ["outside"]
 
 
-def test_a_request_from_outside_of_nobody_says_what_is_needed(store: str) -> None:
+def test_a_request_that_no_session_checks_for_is_an_error_that_says_what_is_needed(store: str) -> None:
     with pytest.raises(trajstore.DataError, match="attend_s"):
         trajstore.request_checkpoint(store)
 
 
-def test_what_another_number_of_ranks_wrote_is_not_gone_on_with_but_resumed(team: Open) -> None:
+def test_a_store_of_another_number_of_ranks_is_refused_but_can_be_resumed(team: Open) -> None:
     one = team(2)
     one.fill()
     one.saved("a")

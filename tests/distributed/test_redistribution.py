@@ -1,4 +1,4 @@
-"""From M ranks to N: nothing lost, nothing twice, nothing copied, and the same whoever asks."""
+"""From M ranks to N: nothing lost, nothing twice, nothing copied, and the same plan on every rank."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ from trajstore import (
     redistribute,
 )
 from trajstore.cli.app import app
-from trajstore.distributed.partitions import CAUSES
-from trajstore.replay import buffer as replay
+from trajstore.distributed.incomplete_episodes import CAUSES
+from trajstore.replay import eviction
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Array
 from trajstore.store import checkpoints
@@ -175,7 +175,7 @@ def test_every_policy_gives_out_every_episode_once(where: str, m: int, n: int, p
     close(buffers)
 
 
-def test_the_split_is_the_same_in_whatever_order_ranks_start_and_whoever_asks(where: str) -> None:
+def test_the_plan_is_the_same_in_any_order_of_starts_and_on_every_rank(where: str) -> None:
     _, checkpoint, _ = recorded_by(where, 3)
     wanted = given_to(redistribute(where, checkpoint=checkpoint, world_size=4))
     assert given_to(redistribute(where, world_size=4)) == wanted
@@ -291,7 +291,7 @@ def test_ranks_that_never_appended_count_as_well(where: str, n: int) -> None:
     close(buffers)
 
 
-def test_a_single_session_goes_on_as_several_and_back(where: str) -> None:
+def test_a_single_session_continues_as_several_and_back(where: str) -> None:
     buffers, recorder = start(where, 1, priorities=Priorities(), capacity=1000), Recorder()
     recorder.some(buffers, LENGTHS)
     buffers[0].update_priorities(buffers[0].sample(16)["index"], torch.rand(16))
@@ -442,7 +442,7 @@ def test_priorities_are_carried_bit_by_bit(where: str, m: int, n: int) -> None:
         buffer.update_priorities(index_of(buffer, some), torch.from_numpy(values))
     recorder.some(buffers, [3, 4, 5])  # with the largest so far
     before = {handle: p for buffer in buffers for handle, p in priorities(buffer).items()}
-    largest = max(buffer.reader._sampler.table.largest for buffer in buffers)
+    largest = max(buffer.reader.priority_sampler.priority_column.largest for buffer in buffers)
     buffers = resume(where, saved_and_closed(buffers), n)
     after = {handle: p for buffer in buffers for handle, p in priorities(buffer).items()}
     assert after == before
@@ -623,7 +623,7 @@ def by_cause(fate: str | Mapping[str, str]) -> dict[str, str]:
 
 
 def check_masks(after: Held, recorder: Recorder, before: Held, fate: Mapping[str, str]) -> None:
-    """Episodes are shown as begun and ended just where they were recorded so, or told to."""
+    """Episodes are shown as begun and ended only where they were recorded so, or truncated."""
     for key, values in after.items():
         known, is_cause = recorder.episodes[key], causes_of(key, recorder, before)
         n = len(values["t"])
@@ -646,7 +646,7 @@ def check_masks(after: Held, recorder: Recorder, before: Held, fate: Mapping[str
     [(n, fate) for i, fate in enumerate(FATES) for n in ((1, 3) if i == 2 else (2,) if i % 2 else (3,))],
     ids=str,
 )
-def test_incomplete_episodes_are_kept_dropped_or_truncated_as_told(where: str, n: int, fate: Any) -> None:
+def test_incomplete_episodes_are_kept_dropped_or_truncated_as_asked(where: str, n: int, fate: Any) -> None:
     recorder, checkpoint, before, holders = incomplete_episodes(where)
     what = by_cause(fate)
     kept = {k for k in before if not any(what[c] == "drop" for c in causes_of(k, recorder, before))}
@@ -730,7 +730,7 @@ def test_what_was_truncated_is_complete_for_the_next_redistribution(where: str, 
     close(buffers)
 
 
-def test_a_beginning_that_was_told_is_none_any_more_once_it_is_evicted(where: str) -> None:
+def test_a_start_set_by_truncation_is_forgotten_once_it_is_evicted(where: str) -> None:
     buffers, recorder = start(where, 2, capacity=64), Recorder()
     key = recorder.episode(buffers[0], 60)
     recorder.episode(buffers[0], 30)
@@ -753,7 +753,7 @@ def test_a_beginning_that_was_told_is_none_any_more_once_it_is_evicted(where: st
 
 
 def test_the_sources_of_a_truncated_end_can_not_be_bootstrapped_from(where: str) -> None:
-    """A step without a successor is in no window that asks for one, whether told to be truncated or not."""
+    """A step without a successor is in no window that asks for one, truncated or not."""
     buffers, recorder = start(where, 2), Recorder()
     key = recorder.steps(buffers[0], 5)
     recorder.episode(buffers[1], 5)
@@ -772,7 +772,7 @@ def test_the_sources_of_a_truncated_end_can_not_be_bootstrapped_from(where: str)
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 @pytest.mark.parametrize("is_ended", [False, True])
-def test_an_episode_longer_than_the_capacity_goes_on_being_sampled(where: str, n: int, is_ended: bool) -> None:
+def test_an_episode_longer_than_the_capacity_is_still_sampled(where: str, n: int, is_ended: bool) -> None:
     windows = Windows(length=8)
     buffers, recorder = start(where, 1, capacity=64, sample=windows, commit_steps=10), Recorder()
     for i in range(200):
@@ -845,7 +845,7 @@ def test_two_resumes_of_one_checkpoint_draw_the_same(where: str, m: int, n: int)
 
 
 @pytest.mark.parametrize(("m", "prefetch"), [(2, 0), (3, 2)])
-def test_with_as_many_ranks_every_rank_goes_on_as_if_never_interrupted(where: str, m: int, prefetch: int) -> None:
+def test_with_as_many_ranks_every_rank_continues_as_if_never_interrupted(where: str, m: int, prefetch: int) -> None:
     _recorder, buffers = trained(where, m)
     iterators = [buffer.batches(8, prefetch=prefetch) for buffer in buffers]
     for rank, iterator in enumerate(iterators):
@@ -909,7 +909,7 @@ def test_ranks_with_equal_partitions_draw_different_windows(where: str, is_resum
         buffers = resume(where, saved_and_closed(buffers), 2)
     draws = [tuple(buffer.sample(32)["index"][:, 2].tolist()) for buffer in buffers]
     assert len(set(draws)) == len(buffers)
-    assert len({buffer.reader._rng.seed for buffer in buffers}) == len(buffers)
+    assert len({buffer.reader.rng.seed for buffer in buffers}) == len(buffers)
     close(buffers)
 
 
@@ -920,7 +920,7 @@ def test_no_rank_ever_draws_with_numbers_that_another_has_used(where: str) -> No
     recorder.some(buffers, LENGTHS)
     for i, n in enumerate((3, 1, 2, 4, 1, 2)):
         for buffer in buffers:
-            rng = buffer.reader._rng
+            rng = buffer.reader.rng
             first = rng.counter
             for _ in range(buffer.rank + 1 if buffer.n_steps else 0):
                 buffer.sample(5)
@@ -929,7 +929,7 @@ def test_no_rank_ever_draws_with_numbers_that_another_has_used(where: str) -> No
                 assert max(other.start, mine.start) >= min(other.stop, mine.stop) or not len(mine)
             used[rng.seed].append(mine)
         buffers = resume(where, saved_and_closed(buffers, f"c{i}"), n)
-    assert {buffer.reader._rng.seed for buffer in buffers} == {rank_seed(3, rank, 2) for rank in range(2)}
+    assert {buffer.reader.rng.seed for buffer in buffers} == {rank_seed(3, rank, 2) for rank in range(2)}
     close(buffers)
 
 
@@ -1096,7 +1096,7 @@ def test_resuming_by_itself_evicts_nothing_however_uneven_the_parts(where: str, 
     close(buffers)
 
 
-def test_a_rank_that_was_given_more_than_its_limit_goes_on_as_if_never_interrupted(where: str) -> None:
+def test_a_rank_that_received_more_than_its_limit_continues_as_if_never_interrupted(where: str) -> None:
     buffers, recorder = start(where, 2, capacity=100), Recorder()
     recorder.episode(buffers[0], 90)
     recorder.some(buffers, [4] * 8)
@@ -1144,7 +1144,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time that buffers take arrivals to come at; a list of one number."""
     now = [1e9]
     own = SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic, sleep=time.sleep)
-    monkeypatch.setattr(replay, "time", own)
+    monkeypatch.setattr(eviction, "time", own)
     return now
 
 
@@ -1202,7 +1202,7 @@ def test_age_limits_hold_after_several_redistributions(where: str, clock: list[f
     close(buffers)
 
 
-def test_a_limit_given_anew_evicts_the_oldest_of_all_sources(where: str) -> None:
+def test_a_limit_given_to_resume_evicts_the_oldest_of_all_sources(where: str) -> None:
     buffers, recorder = start(where, 3), Recorder()
     keys = []
     for i in range(18):
@@ -1241,7 +1241,7 @@ def test_counts_of_evictions_and_samples_add_up_to_what_they_were(where: str) ->
 
 
 @pytest.mark.parametrize("share", ["partition", "whole"])
-def test_pacing_goes_on_with_the_same_sums(where: str, share: str) -> None:
+def test_pacing_continues_with_the_same_sums(where: str, share: str) -> None:
     paces = [SamplesPerInsert(4.0, min_steps=5) for _ in range(3)]
     buffers = in_ranks(
         3,
@@ -1264,7 +1264,7 @@ def test_pacing_goes_on_with_the_same_sums(where: str, share: str) -> None:
 
 @pytest.mark.parametrize(("m", "n"), [(1, 4), (4, 1), (2, 3)])
 def test_pacing_is_as_far_ahead_as_it_was(where: str, m: int, n: int) -> None:
-    """Nobody has to catch up with what was done already."""
+    """No rank has to catch up with what was done already."""
 
     def begin(rank: int) -> ReplayBuffer:
         pace = SamplesPerInsert(2.0, min_steps=100, timeout_s=5.0)
@@ -1461,11 +1461,11 @@ def test_rows_go_when_every_rank_has_given_them_up_and_not_before(where: str, m:
             buffer.session.collector.flush()
 
     sweep()
-    assert {stream: chunk_objects(where, stream) for stream in sources} == before, "all is wanted by somebody"
+    assert {stream: chunk_objects(where, stream) for stream in sources} == before, "a rank wants each of them"
     buffers[2].clear()  # the newest: what lies before is wanted still
     sweep()
     assert {stream: chunk_objects(where, stream) for stream in sources} == before
-    buffers[0].clear()  # the oldest: nobody wants those any more
+    buffers[0].clear()  # the oldest: no rank wants those any longer
     sweep()
     after = {stream: chunk_objects(where, stream) for stream in sources}
     assert all(after[stream] < before[stream] for stream in sources)
@@ -1483,7 +1483,7 @@ FIELDS: dict[str, Any] = {"code": ("int64",), "observation": ("float32", (2,)), 
 
 
 def test_what_one_rank_evicts_by_its_limit_stays_for_another(where: str) -> None:
-    """Both ranks hold episodes of one stream; one goes on appending until all of its part is gone."""
+    """Both ranks hold episodes of one stream; one continues to append until all of its part is evicted."""
     schema = Schema({n: Field(*kind, chunk_rows=4) for n, kind in FIELDS.items()})
     (buffer,), recorder = start(where, 1, schema=schema, grace_s=0.0, capacity=128), Recorder()
     recorder.some([buffer], [8] * 16)
@@ -1566,7 +1566,7 @@ def test_a_way_to_deal_out_that_there_is_not_is_refused_at_once(
         with pytest.raises(ValueError, match=message):
             redistribute(where, world_size=n, **bad)
         with pytest.raises(ValueError, match=message):
-            ReplayBuffer.resume(where, "a", **placed(0, n), **bad)  # nobody else is here, and nobody is waited for
+            ReplayBuffer.resume(where, "a", **placed(0, n), **bad)  # no other rank runs, and none is waited for
     assert contents(where) == before
 
 
@@ -1599,7 +1599,7 @@ def test_a_checkpoint_of_another_store_is_not_found(where: str) -> None:
     ],
     ids=str,
 )
-def test_ranks_that_would_deal_out_differently_are_told(where: str, ways: list[dict[str, Any]]) -> None:
+def test_ranks_with_different_policies_get_an_error(where: str, ways: list[dict[str, Any]]) -> None:
     _, checkpoint, before = recorded_by(where, 3)
 
     def attempt(rank: int) -> str:
@@ -1631,7 +1631,7 @@ def test_the_command_line_verifies_a_checkpoint_of_several_ranks(tmp_path: Path)
     ],
     ids=str,
 )
-def test_ranks_that_keep_different_things_are_told_or_can_be_redistributed(
+def test_ranks_that_keep_different_things_get_an_error_or_can_be_redistributed(
     where: str, options: list[dict[str, Any]]
 ) -> None:
     def begin(rank: int) -> ReplayBuffer | RankError:
@@ -1644,7 +1644,7 @@ def test_ranks_that_keep_different_things_are_told_or_can_be_redistributed(
 
     buffers, recorder = in_ranks(2, begin), Recorder()
     made = [buffer for buffer in buffers if isinstance(buffer, ReplayBuffer)]
-    assert len(made) in (0, 2), "all ranks are told, or none"
+    assert len(made) in (0, 2), "all ranks get an error, or none"
     if not made:
         assert all("need the same" in str(buffer) for buffer in buffers)
         return

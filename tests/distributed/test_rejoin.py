@@ -116,15 +116,15 @@ def test_priorities_are_those_of_the_last_checkpoint_and_later_steps_are_new(
     fill(ranks[1], 50, n=2)
     ranks[1].flush()
     ranks[1].sample(4)
-    table = ranks[1].reader._priorities
+    table = ranks[1].reader.priority_sampler
     assert table is not None
-    expected = table.table.of_steps().sort().values
+    expected = table.priority_column.of_steps().sort().values
     crash(ranks[1])
     ranks[1] = rejoin(url, 1)
     ranks[1].sample(4)
-    found = ranks[1].reader._priorities
+    found = ranks[1].reader.priority_sampler
     assert found is not None
-    assert torch.equal(found.table.of_steps().sort().values, expected)
+    assert torch.equal(found.priority_column.of_steps().sort().values, expected)
     assert len(shown(ranks[1])) == 7
 
 
@@ -145,7 +145,7 @@ def test_storage_is_freed_behind_a_rank_that_came_back(url: str, ranks: list[Rep
 
 
 def test_who_never_was_there_can_not_come_back(url: str, ranks: list[ReplayBuffer]) -> None:
-    with pytest.raises(RankError, match="no world of 3 ranks that rank 2 has been in"):
+    with pytest.raises(RankError, match="no world of 3 ranks that rank 2 has joined through the store"):
         ReplayBuffer.rejoin(url, rank=2, world_size=3)
     with pytest.raises(RankError, match="no world 'world-none'"):
         ReplayBuffer.rejoin(url, rank=1, world_size=2, world="world-none")
@@ -154,7 +154,7 @@ def test_who_never_was_there_can_not_come_back(url: str, ranks: list[ReplayBuffe
 
 
 @pytest.mark.s3
-def test_ranks_on_s3_save_together_and_another_number_of_them_goes_on(new_place: Callable[[str], Place]) -> None:
+def test_ranks_on_s3_save_together_and_another_number_of_them_continues(new_place: Callable[[str], Place]) -> None:
     place = new_place("s3")
     options = {**OPTIONS, **place.kwargs}
     buffers = on_all(2, lambda r: ReplayBuffer(place.url, schema=SCHEMA, rank=r, world_size=2, **options))

@@ -113,7 +113,7 @@ def test_a_nan_in_a_float_column_is_a_value(new_store: NewStore) -> None:
 
 
 def test_a_column_that_does_not_exist_is_named(new_store: NewStore) -> None:
-    with pytest.raises(KeyError, match="no episode column 'nope'; there are stream, episode"):
+    with pytest.raises(KeyError, match="no episode column 'nope'; the table has stream, episode"):
         table_of(new_store(COLUMNS), None)["nope"]
 
 
@@ -153,7 +153,10 @@ def test_metadata_that_holds_itself_is_refused(new_store: NewStore) -> None:
 
 
 def test_metadata_keys_are_strings(new_store: NewStore) -> None:
-    with new_store(COLUMNS).writer() as writer, pytest.raises(DataError, match="metadata: keys are strings, got 3"):
+    with (
+        new_store(COLUMNS).writer() as writer,
+        pytest.raises(DataError, match="metadata: expected strings as keys, got 3"),
+    ):
         add(writer, {3: "x"})  # type: ignore[dict-item]
 
 

@@ -158,11 +158,11 @@ def test_a_checkpoint_of_two_ranks_of_format_1_is_resumed_by_any_number(tmp_path
     def run(rank: int) -> list[tuple[float, int]]:
         found = []
         with ReplayBuffer.resume(tmp_path / "store", "kept", rank=rank, world_size=n_ranks) as buffer:
-            sampler = buffer.reader._priorities
+            sampler = buffer.reader.priority_sampler
             assert sampler is not None
             for block in buffer.read_all_in_order():
                 address = sampler.steps.addresses_of(block["index"].numpy())
-                stored = torch.from_numpy(sampler.table.get(address))
+                stored = torch.from_numpy(sampler.priority_column.get(address))
                 assert torch.equal(stored, priority(block["x"], block["index"]))
                 found += list(zip(block["x"].tolist(), block["index"][:, 2].tolist(), strict=True))
         return found

@@ -288,7 +288,7 @@ def test_a_problem_ends_the_command_with_a_failure(
 ) -> None:
     monkeypatch.setattr(demo, "command", lambda *_, **__: [sys.executable, "-c", "raise SystemExit(3)"])
     assert demo.main(["--quick", "--directory", str(tmp_path / "x")]) == 1
-    assert "training ended with 3" in capsys.readouterr().err
+    assert "training ended with exit code 3" in capsys.readouterr().err
 
 
 def test_a_process_does_not_outlive_what_started_it(demo: ModuleType) -> None:

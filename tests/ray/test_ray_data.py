@@ -117,7 +117,7 @@ def test_tasks_read_runs_of_episodes_of_about_the_same_size_in_small_blocks(
     assert (len(counts), sum(counts)) == (3, 20)
     assert counts[0] > counts[1] > counts[2]  # later episodes are longer
     assert source.estimate_inmemory_data_size() == sum(task.metadata.size_bytes for task in tasks)
-    monkeypatch.setattr("trajstore.ray.data._BLOCK_BYTES", 1)
+    monkeypatch.setattr("trajstore.ray.episode_source._BLOCK_BYTES", 1)
     assert [block.num_rows for block in tasks[2]()] == [1] * counts[2]  # one after the other, as they are read
 
 

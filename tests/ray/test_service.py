@@ -46,7 +46,7 @@ def step(i: int, n: int = N_ENVS, who: int = 0) -> dict[str, Any]:
 
 
 def feed(writer: Any, start: int, stop: int, *, length: int = 10, who: int = 0) -> None:
-    """Episodes of so many steps, with a final observation."""
+    """Episodes of ``length`` steps, with a final observation."""
     for i in range(start, stop):
         is_last = np.full(N_ENVS, i % length == length - 1)
         final = {"obs": step(i + 1, who=who)["obs"]} if is_last.any() else None
@@ -214,9 +214,7 @@ def learn(buffer: RayReplayBuffer, n: int) -> list[float]:
     return [float(batch["reward"].sum()) for batch, _ in zip(buffer.batches(8), range(n), strict=False)]
 
 
-def test_collectors_and_learners_are_tasks_and_environments_of_the_same_number_do_not_meet(
-    url: str, started: Any
-) -> None:
+def test_collectors_and_learners_are_tasks_and_never_share_an_environment(url: str, started: Any) -> None:
     buffer = started(url)
     assert ray.get([collect.remote(buffer, who, 40) for who in range(3)]) == [0, 0, 0]
     assert all(len(sums) == 3 for sums in ray.get([learn.remote(buffer, 3) for _ in range(2)]))
@@ -251,8 +249,8 @@ def test_a_function_restricts_what_is_drawn_and_stays_one_function(url: str, sta
     for _ in range(4):
         assert (buffer.sample(32, where=first)["obs"][:, 0, 2] < 10).all()
     assert (buffer.sample(32, recent_episodes=N_ENVS)["obs"][:, 0, 2] >= 30).all()
-    assert len(buffer._learner._shared) == 1
-    with pytest.raises(TypeError, match=r"unknown arguments \['out'\]"):
+    assert len(buffer._sampler._shared_functions) == 1
+    with pytest.raises(TypeError, match=r"sample\(\) got an unexpected keyword argument 'out'"):
         buffer.sample(4, out={})
 
 
@@ -265,7 +263,7 @@ def test_what_batches_hold_may_change_while_they_are_drawn(url: str, started: An
         assert "advantage" not in next(iterator)
         assert "advantage" not in buffer.sample(8)
     column = {"name": "advantage", "field": Field("float32"), "fill": 7.0}
-    ray.get(buffer._actors[0].call.remote("add_column", column))
+    ray.get(buffer._actors[0].call_buffer.remote("add_column", column))
     came = [next(iterator) for _ in range(8)][4:] + [buffer.sample(8) for _ in range(4)]
     for batch in came:
         assert (batch["advantage"] == 7).all()
@@ -295,11 +293,11 @@ def test_batches_lie_where_ray_or_the_actor_has_written_them(url: str, started: 
     assert "plasma" in mapping_of(first["obs"])
     assert "memfd:trajstore" in mapping_of(second["obs"])
     for batch in (first, second):
-        batch["obs"].add_(1)  # it belongs to whoever has it
+        batch["obs"].add_(1)  # it belongs to the caller
         assert (batch["obs"] == 2).all()
 
 
-def test_memory_is_not_used_again_while_somebody_has_a_batch(shared: RayReplayBuffer) -> None:
+def test_memory_is_not_used_again_while_a_batch_is_held(shared: RayReplayBuffer) -> None:
     batches, kept = [], []
     for batch, _ in zip(shared.batches(8, prefetch=3), range(40), strict=False):
         batches.append(batch)
@@ -333,13 +331,13 @@ def test_what_an_actor_refuses_is_raised_as_it_is_and_nothing_is_joined_across_i
     feed(writer, 0, 3)
     writer.append({"obs": np.zeros((N_ENVS, 2), np.float32), "reward": np.zeros(N_ENVS, np.float32)}, envs=range(3))
 
-    def go_on() -> None:
+    def feed_more() -> None:
         for i in range(4, 9):
             feed(writer, i, i + 1)
         writer.flush()
 
     with pytest.raises(DataError, match=r"field 'obs': expected float32 of shape \(1, 3, 3\), got .*\(1, 3, 2\)"):
-        go_on()
+        feed_more()
     feed(writer, 9, 10)
     assert writer.flush() == N_ENVS == writer.n_lost  # what was refused
     buffer.close()
@@ -500,7 +498,7 @@ def test_an_actor_that_may_not_be_restarted_is_an_error_and_not_a_wait(url: str,
 # ---- checkpoints
 
 
-def test_a_checkpoint_is_gone_on_with_by_the_next_service(url: str, started: Any) -> None:
+def test_the_next_service_continues_a_checkpoint(url: str, started: Any) -> None:
     buffer = started(url, sample=Windows(length=3), seed=1)
     feed(buffer, 0, 40)
     buffer.flush()
@@ -530,7 +528,7 @@ def test_a_checkpoint_is_gone_on_with_by_the_next_service(url: str, started: Any
 
 
 def filled(buffer: RayReplayBuffer, *lengths: int) -> None:
-    """So many steps of each environment at every actor."""
+    """Give every actor this many steps of each environment."""
     for rank, n in enumerate(lengths):
         with buffer.writer(actor=rank) as writer:
             feed(writer, 0, n, who=rank)
@@ -651,7 +649,7 @@ def test_any_number_of_tasks_sample_a_store_without_a_service(url: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_goes_on_when_it_kills_an_actor(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_continues_after_it_kills_an_actor(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(SCRIPTS)
     import ray_example
 

@@ -887,7 +887,7 @@ def test_a_failure_in_the_background_is_raised_once_by_the_next_call(
         plan.error, plan.n_failed = no_space, 0
         buffer.append(step(0, 1))
         buffer.append(step(0, 2))
-        wait_for(lambda buffer=buffer: buffer.session.writer._pipeline._committer._unseen is not None)  # type: ignore[misc]
+        wait_for(lambda buffer=buffer: buffer.session.writer._pipeline._commit_thread._unraised is not None)  # type: ignore[misc]
         call = calls_of(buffer)[name]
         with pytest.raises(StorageError, match="No space left"):
             call()

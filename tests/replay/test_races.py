@@ -168,7 +168,7 @@ def test_one_iterator_serves_several_threads(url: str, prefetch: int) -> None:
         add(buffer, 0, 0, 400)
         with buffer.batches(4, ONE, prefetch=prefetch) as alone:
             expected = sorted(str(next(alone)["index"].tolist()) for _ in range(60))
-        buffer.session.reader._rng.counter -= 1  # the next one is the same again
+        buffer.session.reader.rng.counter -= 1  # the next one is the same again
         with buffer.batches(4, ONE, prefetch=prefetch) as batches, ThreadPoolExecutor(3) as threads:
             found = threads.map(lambda _: str(next(batches)["index"].tolist()), range(60))
             assert sorted(found) == expected

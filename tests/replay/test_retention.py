@@ -737,7 +737,7 @@ def is_ours(thing: Any) -> bool:
 
 def sizes(buffer: ReplayBuffer) -> dict[str, int]:
     """Bytes of everything that grows with what a buffer holds."""
-    source, sampler = buffer.reader.assembler, buffer.reader._priorities
+    source, sampler = buffer.reader.assembler, buffer.reader.priority_sampler
     parts = {
         "index": source.index,
         "live": source._live,

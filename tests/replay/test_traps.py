@@ -231,7 +231,7 @@ def test_steps_are_counted_in_64_bits() -> None:
     """Flashbax's Vault counts rows in 32 bits, which end at two thousand million."""
     store, _ = filled(3, 4)
     reader = Reader(store)
-    index, starts = reader._source.index, reader._source.kind(Windows()).starts
+    index, starts = reader.assembler.index, reader.assembler.kind(Windows()).starts
     for counts in (index.logical, index.step_sums, index.span_logical, index.span_row, index.t_base, index.episode):
         assert counts.host.dtype == np.int64
     assert starts.sums.dtype == np.int64

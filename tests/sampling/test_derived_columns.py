@@ -169,10 +169,10 @@ def test_bad_input_changes_nothing() -> None:
             buffer.write_column("advantage", index, torch.zeros(4, dtype=torch.float64))
         with pytest.raises(DataError, match="expected int64 of shape"):
             buffer.write_column("advantage", index[:, :2], torch.zeros(4))
-        with pytest.raises(DataError, match="no column 'nope'; there are advantage"):
+        with pytest.raises(DataError, match="no column 'nope'; existing columns: advantage"):
             buffer.write_column("nope", index, torch.zeros(4))
         index[1, 1] = 77
-        with pytest.raises(DataError, match="there is no such step"):
+        with pytest.raises(DataError, match="this reader has no such step"):
             buffer.write_column("advantage", index, torch.zeros(4))
         assert (buffer.sample(16)["advantage"] == 1).all()
 

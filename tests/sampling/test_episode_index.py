@@ -71,7 +71,7 @@ def drawable(starts: WindowStarts, index: EpisodeIndex) -> set[tuple[int, int, i
     draw = starts.locate(torch.arange(starts.total), CounterRng(0))
     stream, episode = index.stream.device[draw.entry], index.episode.device[draw.entry]
     t = index.t_base.device[draw.entry] + draw.start
-    if starts._spec.weight != "window":
+    if starts.windows.weight != "window":
         t = torch.zeros_like(t)  # which start is drawn depends on the order of arrival
     return set(zip(stream.tolist(), episode.tolist(), t.tolist(), strict=True))
 
@@ -158,8 +158,8 @@ def test_an_eviction_touches_only_the_front(monkeypatch: pytest.MonkeyPatch) -> 
     index.update(seen)
     assert (index.generation, index.heads, index.first) == (1, [3], 2)
     summed: list[tuple[int, int]] = []
-    real = WindowStarts._mass
-    monkeypatch.setattr(WindowStarts, "_mass", lambda self, a, b: (summed.append((a, b)), real(self, a, b))[1])
+    real = WindowStarts._units
+    monkeypatch.setattr(WindowStarts, "_units", lambda self, a, b: (summed.append((a, b)), real(self, a, b))[1])
     starts.update()
     assert summed == [(0, 3), (100, 100)]
 

@@ -22,10 +22,11 @@ from tests.sampling.test_reader import ENDS, Episode, chi_square
 from tests.store.test_device_sync import NoSync
 from trajstore import DataError, Field, Schema, SnapshotExpiredError, Store
 from trajstore.sampling.batch_assembler import BatchAssembler
-from trajstore.sampling.batch_plan import WHOLE
-from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight, Relabeller
+from trajstore.sampling.batch_plan import PER_WINDOW_KEYS
+from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight
 from trajstore.sampling.outputs import flat_outputs
 from trajstore.sampling.reader import Reader
+from trajstore.sampling.relabelling import Relabeller
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows
@@ -346,7 +347,7 @@ CHANGED = {"goal/desired", "next/goal/desired", "reward", "next/reward", "termin
 
 
 def with_axis(flat: Flat, spec: Windows) -> Flat:
-    return {k: v.unsqueeze(1) if spec.squeeze and k not in WHOLE else v for k, v in flat.items()}
+    return {k: v.unsqueeze(1) if spec.squeeze and k not in PER_WINDOW_KEYS else v for k, v in flat.items()}
 
 
 class Reference:
@@ -395,7 +396,7 @@ class Reference:
         check_goal(steps[0].seen, (other, t), first, options)
         goal = achieved_at(other.episode, t)
         for j, step in enumerate(steps):
-            here, before = ({k: v[j] for k, v in flat.items() if k not in WHOLE} for flat in (got, plain))
+            here, before = ({k: v[j] for k, v in flat.items() if k not in PER_WINDOW_KEYS} for flat in (got, plain))
             check_step(step, here, before, goal, options)
 
 
@@ -611,14 +612,14 @@ def live_reader(n_steps: int = 12) -> tuple[Layout, trajstore.Writer, Reader]:
     for t in range(n_steps):
         writer.append(layout.step(episode, t), env=0)
         writer.append(layout.step(Episode(1, n_steps, "open", False), t), env=1)
-    reader._source.publish()
+    reader.assembler.publish()
     return layout, writer, reader
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode", "random"])
 def test_goals_of_a_planned_batch_stay_when_rows_move_and_episodes_grow(strategy: Any) -> None:
     layout, writer, reader = live_reader()
-    source, spec = reader._source, Windows.transitions(n_step=2, gamma=0.5)
+    source, spec = reader.assembler, Windows.transitions(n_step=2, gamma=0.5)
     relabeller = Relabeller(source, replace(PLAIN, strategy=strategy, fraction=0.8), CounterRng(1))
     kind = source.kind(spec)
     draw = kind.starts.draw(64, CounterRng(0))
@@ -643,7 +644,7 @@ def test_goals_of_a_planned_batch_stay_when_rows_move_and_episodes_grow(strategy
 @pytest.mark.parametrize("fields", [None, ("obs", "goal")])
 def test_no_goal_lies_past_the_newest_step_of_an_open_episode(fields: tuple[str, ...] | None) -> None:
     _, writer, reader = live_reader()
-    source, spec = reader._source, Windows(boundary="pad_right", fields=fields)
+    source, spec = reader.assembler, Windows(boundary="pad_right", fields=fields)
     kind = source.kind(spec)
     draw = kind.starts.draw(400, CounterRng(0))
     known = Relabeller(source, PLAIN, CounterRng(1)).plan(kind, draw).known
@@ -663,15 +664,15 @@ def test_planned_goals_that_were_evicted_say_so() -> None:
     relabeller = Relabeller(source, replace(PLAIN, strategy="random"), CounterRng(0))
     plan = relabeller.plan(kind, source.draw_at(kind, kept, None, is_strict=True))
     # First a part of an episode that goals were drawn from, then the whole of it.
-    assert relabeller.is_here(plan.known[GOAL_INDEX])
+    assert relabeller.has_goals(plan.known[GOAL_INDEX])
     for n_rows in (5, 10):
         source.follow(Evicted(store.snapshot, {first: n_rows}))
         with pytest.raises(SnapshotExpiredError, match="evicted meanwhile"):
             source.check_plan(plan)
         kind = source.kind(spec)
         draw = source.draw_at(kind, kept, None, is_strict=True)
-        assert not relabeller.is_here(plan.known[GOAL_INDEX])
-        with pytest.raises(SnapshotExpiredError, match="goals that were drawn ahead have been evicted"):
+        assert not relabeller.has_goals(plan.known[GOAL_INDEX])
+        with pytest.raises(SnapshotExpiredError, match="a goal of a batch that was drawn ahead has been evicted"):
             relabeller.plan(kind, draw, plan.known[GOAL_INDEX])
         assert len(relabeller.plan(kind, draw).known[GOAL_INDEX]) == 64
 
@@ -766,7 +767,7 @@ def test_rewards_of_several_numbers_are_refused() -> None:
     fields = {"desired_goal": goal, "achieved_goal": goal, "reward": Field("float32", (2,))}
     data = {name: np.zeros(4, np.float32) for name in ("desired_goal", "achieved_goal")}
     sampler = recorded(fields, data | {"reward": np.zeros((3, 2), np.float32)})
-    with pytest.raises(DataError, match=r"field 'reward' has shape \(2,\), expected one number a step"):
+    with pytest.raises(DataError, match=r"field 'reward' has shape \(2,\), expected one number per step"):
         sampler.batch(sampler.draw(4, Windows()), Windows(), Hindsight(reward=reward_of))
 
 
@@ -855,8 +856,8 @@ def test_batches_can_be_made_on_a_device_that_has_no_values(
     sampler = Sampler(store.snapshot, device=torch.device("meta"), compiled=False)
     source = sampler.source
     for column in source.cache._columns.values():
-        pages = column.missing(np.arange(column.n_pages))
-        column.settle(pages, pages, 1)
+        pages = column.table.missing(np.arange(column.table.n_pages))
+        column.table.set_resident(pages, pages, 1)
     kind, relabeller, rng = source.kind(spec), Relabeller(source, options, CounterRng(1)), CounterRng(0)
     relabeller.plan(kind, kind.starts.draw(8, rng))  # tables are made when they are first asked for
     with NoSync("meta"):
@@ -964,8 +965,8 @@ def test_goals_that_were_evicted_before_their_turn_are_drawn_anew(prefetch: int)
     options = replace(PLAIN, strategy="random")
     with reader.batches(32, Windows(), prefetch=prefetch, where=others, relabel=options) as batches:
         next(batches)
-        with reader._source.lock:
-            reader._source.follow(Evicted(store.snapshot, {first: 15}))
+        with reader.assembler.lock:
+            reader.assembler.follow(Evicted(store.snapshot, {first: 15}))
         for _ in range(4):
             got = next(batches)
             stream, episode, t = got["hindsight"]["goal_index"].unbind(1)

@@ -181,11 +181,11 @@ def play_prioritised(
 
 def check_masses(reader: Reader, spec: Windows) -> None:
     """The tree that was kept up to date holds what one made anew would hold."""
-    sampler = reader._priorities
+    sampler = reader.priority_sampler
     assert sampler is not None
-    kept = sampler._tree(spec, None)._tree.get(torch.arange(sampler.table.size))
+    kept = sampler._tree(spec, None)._tree.get(torch.arange(sampler.priority_column.size))
     sampler._trees = {}
-    anew = sampler._tree(spec, None)._tree.get(torch.arange(sampler.table.size))
+    anew = sampler._tree(spec, None)._tree.get(torch.arange(sampler.priority_column.size))
     assert torch.equal(kept, anew)
 
 
@@ -217,7 +217,7 @@ def test_what_was_committed_before_anybody_looked_is_read_from_the_stream() -> N
     for i in range(5000):
         model.append(i % 3, "terminated" if i % 50 == 0 else "", has_final=i % 100 == 0)
     writer.commit()
-    live = reader._source._live
+    live = reader.assembler._live
     assert live is not None
     assert all(block.values is None for block in live._blocks)  # their memory is not kept
     for _ in range(20):
@@ -318,13 +318,13 @@ def test_a_queued_batch_survives_its_steps_moving_into_the_stream() -> None:
     reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
     for i in range(300):
         model.append(i % 2)
-    with reader.batches(64, Windows(), prefetch=3) as batches, reader._source.lock:
+    with reader.batches(64, Windows(), prefetch=3) as batches, reader.assembler.lock:
         batches._fill()  # planned; the thread behind waits for the lock
         writer.commit()
-        reader._source.publish()
+        reader.assembler.publish()
         for i in range(300):  # live rows are used again
             model.append(2 + i % 2)
-        reader._source.publish()
+        reader.assembler.publish()
     with reader.batches(64, Windows(), prefetch=3) as batches:
         for _ in range(4):
             batch = next(batches)
@@ -342,7 +342,7 @@ def test_a_live_cache_that_does_not_fit_is_refused() -> None:
     writer.close()
     began = store.writer()
     began.append(step(0, 0))
-    with pytest.raises(ValueError, match="is followed already, or has begun"):
+    with pytest.raises(ValueError, match="has a listener already, or steps were appended before it"):
         Reader(store, writer=began)
     began.close()
 
@@ -419,10 +419,10 @@ def test_an_amendment_of_a_step_that_was_not_looked_at_hits_no_other() -> None:
         model.append(0)
     for t in range(64, 128):
         writer.amend({"reward": -7.0}, env=0, t=t)
-    live = reader._source._live
+    live = reader.assembler._live
     assert live is not None
     for change in live.take(None):  # as if somebody were appending at this moment
-        reader._source._apply(change)
+        reader.assembler._apply(change)
     batch = reader.sample(2000, Windows())
     rewards, index = batch["reward"][:, 0], batch["index"]
     is_amended = (index[:, 1] == 0) & (index[:, 2] >= 64) & (index[:, 2] < 128)
@@ -490,7 +490,7 @@ def test_windows_that_were_evicted_before_their_turn_are_drawn_anew(prefetch: in
     batches = reader.batches(64, Windows(length=2), prefetch=prefetch)
     batches._fill()
     planned = batches._queue[0].windows.clone()
-    reader._source.follow(evicted(store, reader, 40))
+    reader.assembler.follow(evicted(store, reader, 40))
     batch = next(batches)
     kept = planned[:, 1] >= 5
     assert kept.any()
@@ -504,7 +504,7 @@ def test_batches_of_an_epoch_planned_before_an_eviction_leave_out_what_is_gone()
     store, reader = store_of_episodes()
     batches = reader.epoch(64, Windows(), shuffle=False)
     batches._fill()
-    reader._source.follow(evicted(store, reader, 40))
+    reader.assembler.follow(evicted(store, reader, 40))
     for size in (24, 16):
         batch = next(batches)
         assert torch.equal(batch["obs"][:, 0], batch["index"][:, 1:].float())

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import trajstore
 from trajstore import DataError, Field, Linear, Priorities, Ring, Schema, SchemaError, Store, Windows
 from trajstore.errors import NotReadyError
-from trajstore.sampling.mixture import Mixture, apportion
+from trajstore.sampling.apportionment import apportion
+from trajstore.sampling.mixture import Mixture
 from trajstore.sampling.reader import Reader
 
 PLAIN = Schema({"x": Field("float32", (2,))})
@@ -567,5 +568,5 @@ def test_a_resumed_mixture_goes_on_exactly(exact: bool) -> None:
 
 def test_a_state_of_other_sources_is_refused() -> None:
     mixture = Mixture({"a": Fake(), "b": Fake()})
-    with pytest.raises(ValueError, match="state of sources 'b', 'a', here are 'a', 'b'"):
+    with pytest.raises(ValueError, match="state of a mixture of 'b', 'a'; this mixture has 'a', 'b'"):
         mixture.load_state_dict(mixture.state_dict() | {"names": ["b", "a"]})

@@ -445,7 +445,7 @@ def test_a_filter_leaves_the_others_out_of_the_sum(normalize: Any, uniform: floa
 
 def recent_of(reader: Reader, spec: Windows, n_steps: int | None, n_episodes: int | None) -> set[Handle]:
     """Windows that start within the last steps or episodes, in the order of the index."""
-    index, every = reader._source.index, windows_of(reader, spec)
+    index, every = reader.assembler.index, windows_of(reader, spec)
     order = list(zip(index.stream.host.tolist(), index.episode.host.tolist(), strict=True))[index.first :]
     by_key = {(e.stream, e.episode): e for e in known_episodes(reader)}
     allowed = set(order[-n_episodes:]) if n_episodes else set(order)
@@ -716,7 +716,7 @@ def test_a_reader_that_follows_equals_one_made_at_once(
         for record in snapshot.streams:
             low = marks.get(record.id, 0)
             marks[record.id] = min(record.rows, low + int(rng.integers(0, n_evicted // 2 + 1)))
-        reader._source.follow(Evicted(snapshot, marks))
+        reader.assembler.follow(Evicted(snapshot, marks))
         reference.follow()
         if known_episodes(reader):
             random_update(reader, reference, rng, n_updates) if n_updates else None
@@ -736,7 +736,7 @@ def test_an_episode_that_is_taken_whole_keeps_its_priority_when_its_head_is_evic
     store, spec = store_of([4, 4]), Windows(length=5, boundary="short")
     reader = Reader(store, priorities=PLAIN)
     assert drawn_probabilities(reader, spec) == {(0, 0, 0): 0.5, (0, 1, 0): 0.5}
-    reader._source.follow(Evicted(store.snapshot, {reader.streams[0]: 1}))
+    reader.assembler.follow(Evicted(store.snapshot, {reader.streams[0]: 1}))
     assert drawn_probabilities(reader, spec) == {(0, 0, 1): 0.5, (0, 1, 0): 0.5}
 
 
@@ -850,13 +850,13 @@ def test_updates_to_evicted_steps_are_ignored_counted_and_hit_no_other() -> None
     reader = Reader(store, priorities=PLAIN)
     index, stream = torch.tensor(all_steps(reader)), reader.streams[0]
     reader.sample(4, Windows())
-    reader._source.follow(Evicted(store.snapshot, {stream: 6}))
+    reader.assembler.follow(Evicted(store.snapshot, {stream: 6}))
     values = torch.where((index[:, 1] == 0) | ((index[:, 1] == 1) & (index[:, 2] < 2)), 100.0, 1.0)
     assert reader.update_priorities(index, values) == 6
     np.testing.assert_allclose(list(drawn_probabilities(reader, Windows()).values()), 1 / 9, rtol=1e-9)
     assert reader.priority_stats(Windows())["n_ignored"] == 6
     assert reader.priority_stats(Windows())["largest"] == 1.0
-    reader._source.follow(Evicted(store.snapshot, {stream: 15}))
+    reader.assembler.follow(Evicted(store.snapshot, {stream: 15}))
     assert reader.update_priorities(index, values) == 15
     with pytest.raises(DataError):
         reader.sample(4, Windows())
@@ -868,7 +868,7 @@ def test_updates_of_windows_count_only_what_was_evicted() -> None:
     store = store_of([4, 3])
     reader, spec = Reader(store, priorities=PLAIN), Windows(length=3, boundary="pad_right")
     assert reader.update_priorities(torch.tensor([[0, 0, 3], [0, 1, 2]]), torch.ones(2, 3), spec) == 0
-    reader._source.follow(Evicted(store.snapshot, {reader.streams[0]: 2}))
+    reader.assembler.follow(Evicted(store.snapshot, {reader.streams[0]: 2}))
     assert reader.update_priorities(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 3), spec) == 3
     assert reader.priority_stats(spec)["n_ignored"] == 3
 
@@ -1064,6 +1064,16 @@ def test_other_options_count_from_the_next_batch_on() -> None:
     check(reference, reader.sample(64, spec), spec, 0.3)
 
 
+def test_uses_are_limited_from_the_moment_that_a_limit_is_set() -> None:
+    reader = Reader(store_of([10]), priorities=Priorities(alpha=0.0))
+    reader.sample(30, Windows())  # before the limit: not counted
+    reader.set_priorities(max_uses=2)
+    index = torch.cat([reader.sample(10, Windows())["index"] for _ in range(2)])
+    assert sorted(index[:, 2].tolist()) == sorted([*range(10), *range(10)])
+    with pytest.raises(DataError, match="drawn as often as allowed"):
+        reader.sample(1, Windows())
+
+
 def test_a_schedule_goes_by_the_batches_so_far() -> None:
     schedule = Linear(0.0, 1.0, 4)
     assert [schedule(n) for n in (0, 1, 4, 9)] == [0.0, 0.25, 1.0, 1.0]
@@ -1110,7 +1120,7 @@ def test_ranks_are_not_taken_by_rows_that_no_window_starts_at() -> None:
             writer.append_episode(data, terminated=True)
     store.refresh()
     reader = Reader(store, priorities=Priorities(kind="rank", alpha=1.0))
-    reader._source.follow(Evicted(store.snapshot, {reader.streams[0]: 4}))
+    reader.assembler.follow(Evicted(store.snapshot, {reader.streams[0]: 4}))
     values = {h: 0.1 + 0.05 * i for i, h in enumerate(all_steps(reader))}  # below the initial 1 of all other rows
     set_all(reader, values)
     found, expected = drawn_probabilities(reader, Windows(), 1000), ranked(values, 1.0)
@@ -1244,8 +1254,8 @@ def test_mass_by_age_goes_from_old_to_new() -> None:
 def raw_by_row(reader: Reader) -> dict[tuple[str, int], float]:
     """Raw priorities by stream and row of all steps, also of those that no window starts at."""
     reader.priority_stats(Windows())  # catches up
-    table, found = reader._priorities.table, {}  # type: ignore[union-attr]
-    for name, number in reader._source.index.numbers.items():
+    table, found = reader.priority_sampler.priority_column, {}  # type: ignore[union-attr]
+    for name, number in reader.assembler.index.numbers.items():
         rows, address = table.steps.rows_of(number + 1)
         values = table.get(address)
         found |= {(name, int(row)): value.tobytes() for row, value in zip(rows, values, strict=True)}
@@ -1413,7 +1423,7 @@ def test_saving_what_is_left_after_an_eviction() -> None:
     reader, writer = Reader(store, priorities=PLAIN), store.writer("p", commit_seconds=None)
     set_all(reader, {handle: 1.5 + i for i, handle in enumerate(all_steps(reader))})
     seen = Evicted(store.snapshot, {reader.streams[0]: 45})
-    reader._source.follow(seen)
+    reader.assembler.follow(seen)
     assert reader.save_priorities(writer) == 25
     writer.commit()
     set_all(reader, {(0, 1, 20): 9.0})

@@ -361,7 +361,7 @@ def test_recent_windows_start_within_the_last_steps(layout: Any, spec: Windows, 
     fill(store, episodes, np.random.default_rng(seed), n_commits)
     store.refresh()
     reader = Reader(store, seed=seed)
-    index = reader._source.index
+    index = reader.assembler.index
     order = [(int(index.episode.host[i]), int(index.lengths()[i])) for i in range(index.n)]
     left, allowed = n, set()
     for episode, length in reversed(order):
@@ -380,7 +380,7 @@ def test_recent_windows_start_within_the_last_steps(layout: Any, spec: Windows, 
 def test_recent_episodes_are_the_last_that_arrived() -> None:
     store, _ = small_store("recent-episodes")
     reader = Reader(store)
-    last = set(reader._source.index.episode.host[-5:].tolist())
+    last = set(reader.assembler.index.episode.host[-5:].tolist())
     drawn = set(reader.sample(400, Windows(), recent_episodes=5)["index"][:, 1].tolist())
     assert drawn == last
 

@@ -23,7 +23,7 @@ from trajstore.errors import DataError
 from trajstore.sampling import sum_tree as sumtree
 from trajstore.sampling.compiled import sum_tree_loops as sumtree_kernels
 from trajstore.sampling.rng import CounterRng
-from trajstore.sampling.sum_tree import NOTHING, SumTree
+from trajstore.sampling.sum_tree import NO_POSITIVE_MASS, SumTree
 
 CPU = torch.device("cpu")
 LIMIT = 1 << 62
@@ -92,7 +92,7 @@ def assert_is(tree: SumTree, values: list[int]) -> None:
     assert tree.get(torch.arange(len(values))).tolist() == values
     assert tree.total.item() == sum(values)
     assert tree.n_positive.item() == sum(value > 0 for value in values)
-    assert tree.smallest.item() == min((value for value in values if value), default=NOTHING)
+    assert tree.smallest.item() == min((value for value in values if value), default=NO_POSITIVE_MASS)
     if values:
         assert tree.find(ints(edges(values))).tolist() == found(values, edges(values))
 

@@ -335,7 +335,7 @@ def test_a_drawn_n_takes_every_value_of_its_range() -> None:
 def test_a_reward_of_several_numbers_has_no_n_step_return() -> None:
     store = recorded({"reward": Field("float32", (2,))}, {"reward": np.ones((4, 2), np.float32)})
     reader = Reader(store)
-    with pytest.raises(DataError, match=r"field 'reward' has shape \(2,\), expected one number a step"):
+    with pytest.raises(DataError, match=r"field 'reward' has shape \(2,\), expected one number for each step"):
         reader.sample(4, Windows(n_step=2))
     assert reader.sample(4, Windows())["reward"].shape == (4, 1, 2)
 
@@ -350,7 +350,7 @@ def test_rewards_of_any_dtype_are_summed(dtype: str) -> None:
 
 
 def test_next_final_needs_a_field_with_a_final_value() -> None:
-    with pytest.raises(DataError, match="no chosen field of the schema is final: declare Field"):
+    with pytest.raises(DataError, match="no chosen field of the schema has final=True; declare Field"):
         Reader(numbered(3)).sample(2, Windows(next_fields="final"))
 
 
@@ -663,7 +663,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"weight": "x"}, ValueError, "weight: expected one of window, step, episode, got 'x'"),
     ({"pad": "edge"}, ValueError, "pad: expected 'repeat', 'zero' or a number, got 'edge'"),
     ({"pad": None}, ValueError, "pad: expected 'repeat', 'zero' or a number, got None"),
-    ({"n_step": 0}, ValueError, "n_step: expected a positive number or a rising pair of them, got 0"),
+    ({"n_step": 0}, ValueError, "n_step: expected a positive integer or a rising pair of them, got 0"),
     ({"n_step": (3, 2)}, ValueError, r"n_step: expected .* got \(3, 2\)"),
     ({"n_step": (1, 2, 3)}, ValueError, "n_step: expected"),
     ({"n_step": ()}, ValueError, "n_step: expected"),
@@ -672,11 +672,15 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"gamma": float("nan")}, ValueError, "gamma: expected a number from 0 to 1, got nan"),
     ({"fields": "obs"}, TypeError, "fields: expected a list of names, got the string 'obs'"),
     ({"next_fields": "obs"}, TypeError, "next_fields: expected a list of names, got the string 'obs'"),
-    ({"offsets": {"obs": ()}}, ValueError, "offsets of 'obs': expected some integers"),
-    ({"offsets": {"obs": (0.5,)}}, ValueError, "offsets of 'obs': expected some integers"),
-    ({"offsets": {"obs": (1 << 40,)}}, ValueError, "offsets of 'obs': expected some integers up to 1073741824"),
-    ({"strict_context": True, "boundary": "short"}, ValueError, "strict_context goes with boundary='strict'"),
-    ({"squeeze": True, "length": 2}, ValueError, "squeeze goes with windows of one step, got 2"),
+    ({"offsets": {"obs": ()}}, ValueError, "offsets of 'obs': expected at least one integer, of at most"),
+    ({"offsets": {"obs": (0.5,)}}, ValueError, "offsets of 'obs': expected at least one integer, of at most"),
+    (
+        {"offsets": {"obs": (1 << 40,)}},
+        ValueError,
+        "offsets of 'obs': expected at least one integer, of at most 1073741824",
+    ),
+    ({"strict_context": True, "boundary": "short"}, ValueError, "strict_context needs boundary='strict'"),
+    ({"squeeze": True, "length": 2}, ValueError, "squeeze needs windows of one step, got 2 steps"),
 ]
 
 
@@ -699,7 +703,7 @@ def ask(reader: Reader, **options: Any) -> Any:
         (lambda r: r.sample(2.0, Windows()), ValueError, "batch_size: expected a positive integer, got 2.0"),
         (lambda r: ask(r, recent_steps=0), ValueError, "recent_steps: expected a positive integer, got 0"),
         (lambda r: ask(r, recent_episodes=-1), ValueError, "recent_episodes: expected a positive integer"),
-        (lambda r: ask(r, recent_fraction=0.5), ValueError, "recent_fraction goes with recent_steps or"),
+        (lambda r: ask(r, recent_fraction=0.5), ValueError, "recent_fraction needs recent_steps or"),
         (lambda r: ask(r, recent_steps=1, recent_fraction=1.5), ValueError, "recent_fraction: expected a number"),
         (lambda r: r.sample_episodes(0), ValueError, "batch_size: expected a positive integer, got 0"),
         (lambda r: r.sample(4, Windows(next_fields=["x"])), KeyError, "no field 'x'; there are obs, action"),
@@ -746,6 +750,6 @@ def test_only_asked_fields_are_read() -> None:
     reader = Reader(store)
     reader.sample(100, Windows(fields=["action"]))
     assert set(reader.sample(4, Windows(fields=["action"]))) >= {"action", "valid"}
-    columns = reader._source.cache._columns
-    assert columns["action"].n_resident > 0
-    assert columns["obs"].n_resident == 0
+    columns = reader.assembler.cache._columns
+    assert columns["action"].table.n_resident > 0
+    assert columns["obs"].table.n_resident == 0

@@ -236,7 +236,7 @@ def test_a_commit_that_ran_out_of_patience_succeeds_later(proxy: Proxy, behind: 
         writer.append_episode(episode(0), terminated=True)
         writer.commit()
         writer.append_episode(episode(1), terminated=True)
-        proxy.plan = first(10_000, LOSE, "PUT")  # every put goes through, and nobody hears of it
+        proxy.plan = first(10_000, LOSE, "PUT")  # every put succeeds, and its answer is lost
         with pytest.raises(StorageError):
             writer.commit()
         proxy.plan = none

@@ -254,7 +254,7 @@ def fails_cleanly(root: Path, put: Callable[[Storage, bytes], object], k: int) -
     return True
 
 
-@pytest.mark.parametrize("k", range(2, 8))  # the first call makes the scratch directory, which is there
+@pytest.mark.parametrize("k", range(2, 8))  # the first call makes the scratch directory, which exists
 def test_a_fault_is_never_silent(root: Path, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
     OsCalls(monkeypatch, root).fail_at = k
     with pytest.raises(StorageError, match="old/key") as caught:

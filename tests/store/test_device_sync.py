@@ -113,10 +113,10 @@ def test_sampling_from_a_resident_cache_waits_for_nothing(spec: Windows) -> None
 def resident_on_meta(store: Store, **options: Any) -> Reader:
     """A reader on a device without memory, whose columns believe that all their pages are there."""
     reader = Reader(store, device="meta", compiled=False, **options)
-    for column in reader._source.cache._columns.values():
-        pages = column.missing(np.arange(column.n_pages))
-        column.settle(pages, pages, 1)
-        assert column.is_complete
+    for column in reader.assembler.cache._columns.values():
+        pages = column.table.missing(np.arange(column.table.n_pages))
+        column.table.set_resident(pages, pages, 1)
+        assert column.table.is_complete
     return reader
 
 
@@ -165,7 +165,7 @@ def test_the_index_is_drawn_from_without_values() -> None:
 def test_a_batch_with_misses_counts_as_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     store, _ = small_store("counted", 20)
     reader = Reader(store, compiled=False)
-    cache = reader._source.cache
+    cache = reader.assembler.cache
     monkeypatch.setattr(cache, "_device", torch.device("meta"))  # columns go on working on the CPU
     spec = Windows(length=3, next_fields=("obs",), n_step=2)
     for n in (1, 2, 3):
@@ -184,7 +184,7 @@ def test_only_the_asked_fields_need_be_resident(monkeypatch: pytest.MonkeyPatch)
     reader = Reader(store, compiled=False)
     list(reader.epoch(64, Windows(fields=["action"])))
     list(reader.epoch(64, Windows(fields=["action"], next_fields=["action"])))
-    monkeypatch.setattr(reader._source.cache, "_device", torch.device("meta"))
+    monkeypatch.setattr(reader.assembler.cache, "_device", torch.device("meta"))
     before = reader.stats()["n_syncs"]
     with NoSync():
         reader.sample(16, Windows(fields=["action"]))
@@ -210,7 +210,7 @@ def test_chunks_that_hold_nothing_to_draw_do_not_keep_a_cache_from_being_complet
     assert reader.n_windows(Windows()) == 8
     with NoSync():
         reader.sample(8, Windows())
-    assert reader._source.cache._columns["x"].is_complete
+    assert reader.assembler.cache._columns["x"].table.is_complete
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------

@@ -447,10 +447,10 @@ def test_rows_can_be_changed_only_where_the_writer_has_put_the_column() -> None:
     with store.writer(commit_seconds=None) as writer:
         writer.put_column("c", target, np.ones(3))
     with store.writer(commit_seconds=None) as writer:
-        with pytest.raises(DataError, match="rows can be changed once it was put whole"):
+        with pytest.raises(DataError, match="expected a put of the whole column before a change of rows"):
             writer.put_column("c", target, np.ones(1), rows=np.array([1]))
         writer.put_column("d", target, np.ones(3))
-        with pytest.raises(DataError, match="rows can be changed once it was put whole"):
+        with pytest.raises(DataError, match="expected a put of the whole column before a change of rows"):
             writer.put_column("c", target, np.ones(1), rows=np.array([1]))
 
 

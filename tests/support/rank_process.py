@@ -241,13 +241,13 @@ def meet_torch(life: Life) -> None:
     life.meet()
     default = life.opened()
     life.append(default)
-    life.say("default", default.rank, default.world_size, type(default._world.board).__name__)
+    life.say("default", default.rank, default.world_size, type(default.session.group.notes).__name__)
     life.say("saved", default.save_checkpoint("a", wait=True))
     beside = ReplayBuffer(life.url + "-beside", **OPTIONS | {"through": "store"})
-    life.say("beside", beside.rank, beside.world_size, type(beside._world.board).__name__)
+    life.say("beside", beside.rank, beside.world_size, type(beside.session.group.notes).__name__)
     life.say("saved beside", beside.save_checkpoint("a", wait=True))
     by_torch = ReplayBuffer(life.url + "-torch", **OPTIONS | {"through": "torch"})
-    life.say("torch", by_torch.rank, by_torch.world_size, type(by_torch._world.board).__name__)
+    life.say("torch", by_torch.rank, by_torch.world_size, type(by_torch.session.group.notes).__name__)
     try:
         ReplayBuffer(life.url + "-x", rank=0, world_size=5, **OPTIONS | {"through": "torch"})
     except ValueError as failure:

@@ -24,8 +24,9 @@ import trajstore.store.store
 from tests.support.faulty import Call, Died, FaultyStorage, Plan, real_storage
 from tests.support.rank_process import OPTIONS
 from trajstore import Checkpoint, ReplayBuffer, Windows
-from trajstore.distributed.rank_group import RankGroup, put_world, single_rank
+from trajstore.distributed.rank_group import RankGroup, single_rank
 from trajstore.distributed.rank_notes import TorchNotes
+from trajstore.distributed.world_records import put_world
 from trajstore.format.ids import new_id
 from trajstore.storage import Storage
 from trajstore.store.checkpoints import list_checkpoints
@@ -197,12 +198,12 @@ def through_torch(store: Any) -> Iterator[None]:
     ) -> RankGroup:
         if size == 1:
             return single_rank(rank)
-        world = RankGroup("", rank, size, TorchNotes(distributed.PrefixStore("world", store), rank), timeout_s)
+        group = RankGroup("", rank, size, TorchNotes(distributed.PrefixStore("world", store), rank), timeout_s)
         with lock:
-            world.id = ids.setdefault(size, new_id("world"))
+            group.id = ids.setdefault(size, new_id("world"))
         if rank == 0:
-            put_world(storage, world.id, size, checkpoint)
-        return world
+            put_world(storage, group.id, size, checkpoint)
+        return group
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trajstore.replay.session_start, "join_group", join)

@@ -227,8 +227,8 @@ def all_handles(parts: Held) -> list[Handle]:
 def priorities(buffer: ReplayBuffer) -> dict[Handle, float]:
     """The raw priority of every step, bit by bit."""
     known = all_handles(held(buffer))
-    sampler = buffer.reader._sampler
+    sampler = buffer.reader.priority_sampler
     sampler.follow()  # `held` has taken up what was appended
     address = sampler.steps.addresses_of(index_of(buffer, known).numpy())
     assert (address >= 0).all()
-    return dict(zip(known, sampler.table.get(address).tolist(), strict=True))
+    return dict(zip(known, sampler.priority_column.get(address).tolist(), strict=True))

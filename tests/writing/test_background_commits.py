@@ -73,8 +73,8 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def has_failed(writer: Writer) -> bool:
-    """Whether the background has a failure to tell that nobody has heard of."""
-    return writer._pipeline._committer._unseen is not None
+    """Whether the background has a failure that no call has raised yet."""
+    return writer._pipeline._commit_thread._unraised is not None
 
 
 def append_while(writer: Writer, numbers: range) -> tuple[list[int], int]:
@@ -182,7 +182,7 @@ def test_an_append_that_raised_left_nothing_behind(open_writer: OpenWriter, url:
     assert rows_of(url) == accepted
 
 
-def test_appends_go_on_after_a_failure_until_the_buffer_is_full(open_writer: OpenWriter) -> None:
+def test_appends_continue_after_a_failure_until_the_buffer_is_full(open_writer: OpenWriter) -> None:
     writer = open_writer(failing(), commit_steps=4)
     append_while(writer, range(4))
     until(lambda: has_failed(writer))
@@ -302,18 +302,18 @@ def test_a_commit_by_time_beside_a_full_pipeline_does_not_wait_for_itself(
     """The background thread decides to commit by time; before it has the lock, a job is submitted."""
     writer = open_writer(commit_seconds=0.05, commit_steps=2)
     ticking, go = threading.Event(), threading.Event()
-    tick = writer._pipeline._committer._tick
+    tick = writer._pipeline._commit_thread._tick
 
     def late_tick() -> None:
         ticking.set()
         assert go.wait(60)
         tick()
 
-    monkeypatch.setattr(writer._pipeline._committer, "_tick", late_tick)
+    monkeypatch.setattr(writer._pipeline._commit_thread, "_tick", late_tick)
     assert ticking.wait(60)
     append_while(writer, range(3))  # two are handed over, one is staged
     go.set()
-    committer = writer._pipeline._committer
+    committer = writer._pipeline._commit_thread
     try:
         until(lambda: not committer._jobs, 10)
     except AssertionError:
@@ -334,7 +334,7 @@ def test_a_failed_commit_is_tried_again_by_time_alone(
     until(lambda: rows_of(url) == [0])
     until(lambda: not has_failed(writer))
     writer.append(step(1))  # overcome before anybody asked, so nothing is raised
-    assert "failed in the background and will be tried again" in caplog.text
+    assert "a background commit failed and will be retried" in caplog.text
 
 
 def test_a_file_too_large_for_the_file_system_raises_and_is_kept_for_the_next_commit(url: str) -> None:
@@ -358,7 +358,7 @@ def test_a_file_too_large_for_the_file_system_raises_and_is_kept_for_the_next_co
 
 
 def leave_by(error: BaseException, writer: Writer, *, n_committed: int = 0) -> None:
-    """Leave a block by ``error`` after so many committed steps and three more, one of them another env's."""
+    """Leave a block by ``error`` after committed steps and three more steps, one of them of another env."""
     with writer:
         append_while(writer, range(n_committed))
         if n_committed:
@@ -425,7 +425,7 @@ def test_leaving_normally_raises_what_the_storage_refused(open_writer: OpenWrite
     assert writer.is_closed
 
 
-# ---- commits that nobody asks for, and bounds ---------------------------------------------------
+# ---- background commits, and bounds -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"commit_steps": 4}, {"commit_seconds": 0.02}], ids=["steps", "seconds"])
@@ -470,7 +470,7 @@ def test_appends_wait_while_the_storage_is_slow_and_both_stagings_are_full(
 
 def staged_bytes(writer: Writer) -> int:
     pipeline = writer._pipeline
-    stagings = [pipeline.staging, *(job.staging for job in pipeline._committer._jobs), *pipeline._free]
+    stagings = [pipeline.staging, *(job.staging for job in pipeline._commit_thread._jobs), *pipeline._free]
     arrays = [a for s in stagings if s for a in (*s.columns.values(), s.episode, s.env, s.dropped)]
     return sum(array.nbytes for array in arrays)
 
@@ -859,14 +859,14 @@ def test_a_reader_waits_for_a_thread_that_has_the_lock_for_a_moment_only() -> No
     inside, done = threading.Event(), threading.Event()
 
     def brief() -> None:
-        with writer._briefly(), writer._lock:
+        with writer._lifecycle.briefly(), writer._lock:
             inside.set()
             done.wait(0.02)
 
     thread = threading.Thread(target=brief)
     thread.start()
     inside.wait()
-    with writer.staged() as staging:  # else a batch would miss what was appended, now and then
+    with writer.locked_staging() as staging:  # else a batch would miss what was appended, now and then
         assert staging is not None
         assert staging.n == 1
     thread.join()

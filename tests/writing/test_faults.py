@@ -160,7 +160,7 @@ def walk(store: Store) -> None:
 
 
 def write_more(place: Place) -> None:
-    """A new writer works on what is there, and changes nothing of it."""
+    """A new writer works in the same store, and changes nothing that exists."""
     before = keyed_state(open_again(place))
     with open_again(place).writer("next", commit_seconds=None) as writer:
         key = writer.append_episode(steps(99, 6, n_final=1), terminated=True)

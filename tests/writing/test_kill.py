@@ -1,4 +1,4 @@
-"""Real processes, killed with SIGKILL at moments nobody chose: what they reported as committed is there.
+"""Real processes, killed with SIGKILL at random moments: what they reported as committed exists.
 
 Run as a script, this file is the nursery: it imports trajstore once and forks a child for every line on its
 standard input, so that a life starts in milliseconds. Children report on the nursery's standard output.
@@ -196,7 +196,7 @@ class Nursery:
         raise AssertionError(f"the nursery ended before it said {word!r}")
 
     def kill(self) -> list[list[str]]:
-        """SIGKILL the child; returns everything it had reported and nobody has heard yet."""
+        """SIGKILL the child; return all of its reports that were not read yet."""
         os.kill(self.child, signal.SIGKILL)
         self.hear("gone")
         self.child = 0
@@ -263,18 +263,18 @@ def kill_one_life(lives: Nursery, url: str, seed: int, seconds: float) -> tuple[
 def test_nothing_reported_is_lost_however_often_a_writer_is_killed(lives: Nursery, tmp_path: Path) -> None:
     url, rng = str(tmp_path / "store"), np.random.default_rng(7)
     trajstore.create(url, SCHEMA)
-    told: dict[str, tuple[int, int]] = {}
+    reported: dict[str, tuple[int, int]] = {}
     for seed in range(N_KILLS):
         stream, n_commits = kill_one_life(lives, url, seed, float(rng.uniform(0.005, 0.150)))
-        told[stream] = (seed, n_commits)
+        reported[stream] = (seed, n_commits)
         store = trajstore.open(url)
         assert_shows_a_commit(store, stream, seed, n_commits)
         if seed % 10 == 9:
             walk(store)
-    assert {record.id for record in store.streams} <= told.keys()
-    for stream, (seed, n_commits) in told.items():
+    assert {record.id for record in store.streams} <= reported.keys()
+    for stream, (seed, n_commits) in reported.items():
         assert_shows_a_commit(store, stream, seed, n_commits)
-    assert sum(n_commits for _, n_commits in told.values()) > N_KILLS
+    assert sum(n_commits for _, n_commits in reported.values()) > N_KILLS
 
 
 def test_a_killed_writer_leaves_its_open_episodes_open(lives: Nursery, tmp_path: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_killed_writer_leaves_its_open_episodes_open(lives: Nursery, tmp_path:
     assert ("open" in ends, "cut" in ends, store.streams[0].is_sealed) == (True, False, False)
 
 
-def test_a_writer_that_outlives_its_replacement_harms_nobody(lives: Nursery, tmp_path: Path) -> None:
+def test_a_writer_that_outlives_its_replacement_does_no_harm(lives: Nursery, tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     store = trajstore.create(url, SCHEMA, fsync=False)
     lives.start("outlive", url, 5)

@@ -290,7 +290,7 @@ def test_after_a_commit_without_finals_a_final_is_refused(url: str) -> None:
     with store.writer() as writer:
         writer.append({"obs": np.zeros(2), "action": 1})
         writer.commit()
-        with pytest.raises(trajstore.DataError, match=r"declare it with Field\(..., final=True\)"):
+        with pytest.raises(trajstore.DataError, match=r"declare one with Field\(..., final=True\)"):
             writer.end_episode(truncated=True, final={"obs": np.ones(2)})
 
 
@@ -466,7 +466,7 @@ def test_episode_columns_may_not_be_named_like_ours(name: str) -> None:
 
 def test_keys_of_metadata_are_strings_at_any_depth(url: str) -> None:
     with trajstore.create(url, SCHEMA).writer() as writer:
-        with pytest.raises(trajstore.DataError, match="keys are strings, got 1"):
+        with pytest.raises(trajstore.DataError, match="metadata: expected strings as keys, got 1"):
             writer.append_episode(steps(2), terminated=True, metadata={"a": [{"b": {1: 2}}]})
         with pytest.raises(trajstore.DataError, match="16777217 is out of range for float32"):
             writer.append({**one(0), "reward": (1 << 24) + 1})
@@ -484,11 +484,11 @@ def test_places_without_atomic_puts_are_refused() -> None:
 # ---- cuts ---------------------------------------------------------------------------------------
 
 
-def test_a_cut_tells_the_record_of_exactly_what_was_appended_before(url: str) -> None:
+def test_capture_passes_the_record_of_exactly_the_steps_appended_before(url: str) -> None:
     store = trajstore.create(url, SCHEMA, fsync=False)
     turn, n, is_over = threading.Lock(), 0, threading.Event()
     expected: list[int] = []
-    told: list[tuple[int, int, str]] = []
+    captured: list[tuple[int, int, str]] = []
 
     def append() -> None:
         nonlocal n
@@ -499,7 +499,7 @@ def test_a_cut_tells_the_record_of_exactly_what_was_appended_before(url: str) ->
 
     def hear(record: CommitRecord | None) -> None:
         assert record is not None
-        told.append((record.rows, record.commit, threading.current_thread().name))
+        captured.append((record.rows, record.commit, threading.current_thread().name))
 
     with store.writer(buffer_bytes=4000, commit_steps=5, commit_seconds=None) as writer:
         writer.append(one(0))
@@ -512,89 +512,89 @@ def test_a_cut_tells_the_record_of_exactly_what_was_appended_before(url: str) ->
                 time.sleep(0.0001)
             with turn:
                 expected.append(n)
-                tickets.append(writer.cut(hear))
+                tickets.append(writer.capture_record(hear))
         is_over.set()
         thread.join()
         writer.wait(tickets[-1])
-        assert len(told) == len(expected)
-    assert [rows for rows, _, _ in told] == expected
-    assert [commit for _, commit, _ in told] == sorted(commit for _, commit, _ in told)
-    assert {name for _, _, name in told} == {"trajstore-commit"}
+        assert len(captured) == len(expected)
+    assert [rows for rows, _, _ in captured] == expected
+    assert [commit for _, commit, _ in captured] == sorted(commit for _, commit, _ in captured)
+    assert {name for _, _, name in captured} == {"trajstore-commit"}
 
 
-def test_a_cut_with_nothing_staged_tells_the_newest_record(url: str) -> None:
+def test_capture_with_nothing_staged_passes_the_newest_record(url: str) -> None:
     store = trajstore.create(url)
-    told: list[CommitRecord | None] = []
+    captured: list[CommitRecord | None] = []
     with store.writer(commit_seconds=None) as writer:
-        writer.wait(writer.cut(told.append))
+        writer.wait(writer.capture_record(captured.append))
         writer.append(one(0))
         writer.commit()
-        assert [writer.wait(writer.cut(told.append)) for _ in range(2)] == [None, None]
+        assert [writer.wait(writer.capture_record(captured.append)) for _ in range(2)] == [None, None]
         assert writer.record is not None
-    assert told[0] is None
-    assert [record.commit for record in told[1:] if record] == [1, 1]
+    assert captured[0] is None
+    assert [record.commit for record in captured[1:] if record] == [1, 1]
     assert store.refresh().streams[0].commit == 2  # the end of the open episode
 
 
-def test_a_cut_before_the_first_commit_tells_of_no_record_even_if_one_follows_at_once(url: str) -> None:
+def test_capture_before_the_first_commit_passes_no_record_even_if_one_follows_at_once(url: str) -> None:
     store = trajstore.create(url, SCHEMA)
-    told: list[CommitRecord | None] = []
+    captured: list[CommitRecord | None] = []
     with store.writer(commit_seconds=None) as writer:
         gate = threading.Event()
-        writer.cut(lambda _: gate.wait(60) and None)  # holds the background up
-        writer.cut(told.append)
+        writer.capture_record(lambda _: gate.wait(60) and None)  # holds the background up
+        writer.capture_record(captured.append)
         writer.append(one(0))
-        writer.cut(told.append)
+        writer.capture_record(captured.append)
         gate.set()
-    assert [record and record.rows for record in told] == [None, 1]
+    assert [record and record.rows for record in captured] == [None, 1]
 
 
-def test_a_cut_is_told_once_its_commit_succeeds(url: str) -> None:
+def test_capture_calls_back_once_its_commit_succeeds(url: str) -> None:
     trajstore.create(url, SCHEMA, fsync=False)
     plan = FailWhile()
     writer = trajstore.Store(FaultyStorage(real_storage(url), plan), url, None).writer(commit_seconds=None)
-    told: list[CommitRecord | None] = []
+    captured: list[CommitRecord | None] = []
     plan.error = broken
     writer.append(one(0))
-    ticket = writer.cut(told.append)
+    ticket = writer.capture_record(captured.append)
     with pytest.raises(trajstore.StorageError):
         writer.wait(ticket)
-    assert told == []
+    assert captured == []
     plan.error = None
     writer.append(one(1))
     writer.wait(ticket)
     writer.close()
-    assert [record.rows for record in told if record] == [1]
+    assert [record.rows for record in captured if record] == [1]
 
 
-def test_what_a_cut_raises_is_raised_once_by_the_next_call_and_blocks_nothing(url: str) -> None:
+def test_a_failure_of_the_callback_is_raised_once_by_the_next_call_and_blocks_nothing(url: str) -> None:
     store = trajstore.create(url, SCHEMA)
 
     def fail(_: object) -> None:
-        raise LookupError("told too much")
+        raise LookupError("the callback failed")
 
     writer = store.writer(commit_seconds=None)
     writer.append(one(0))
-    writer.wait(writer.cut(fail))  # others wait as well, so it is not raised there
-    with pytest.raises(LookupError, match="told too much"):
+    writer.wait(writer.capture_record(fail))  # others wait as well, so it is not raised there
+    with pytest.raises(LookupError, match="the callback failed"):
         writer.commit()
     assert store.refresh().streams[0].rows == 1
     writer.append(one(1))
-    writer.wait(writer.cut(fail))
-    with pytest.raises(LookupError, match="told too much"):
+    writer.wait(writer.capture_record(fail))
+    with pytest.raises(LookupError, match="the callback failed"):
         writer.append(one(2))
     writer.append(one(2))
     writer.commit()
     assert store.refresh().streams[0].rows == 3
-    writer.cut(fail)
-    with pytest.raises(LookupError, match="told too much"):
+    writer.capture_record(fail)
+    with pytest.raises(LookupError, match="the callback failed"):
         writer.close()
     assert store.refresh().streams[0].is_sealed
     writer.close()
 
 
-class Refusing:
-    """A follower that fails when it hears of the first commit."""
+class FailingListener:
+    """A listener that fails at the first commit."""
 
     def __init__(self) -> None:
         self.n_rows: list[int] = []
@@ -611,49 +611,52 @@ class Refusing:
             raise RuntimeError("not now")
 
 
-def test_a_commit_that_a_follower_failed_on_is_not_made_twice(url: str) -> None:
+def test_a_commit_after_which_the_listener_failed_is_not_made_twice(url: str) -> None:
     store = trajstore.create(url, SCHEMA)
-    writer, follower, told = store.writer(commit_seconds=None), Refusing(), []
-    writer.follow(follower)
+    writer, listener, captured = store.writer(commit_seconds=None), FailingListener(), []
+    writer.set_append_listener(listener)
     writer.append_episode(steps(5), terminated=True)
-    ticket = writer.cut(lambda record: told.append(record and record.rows))
+    ticket = writer.capture_record(lambda record: captured.append(record and record.rows))
     with pytest.raises(RuntimeError, match="not now"):
         writer.wait(ticket)
     writer.wait(ticket)
-    assert (follower.n_rows, told) == ([5, 5], [5])
+    assert (listener.n_rows, captured) == ([5, 5], [5])
     writer.close()
     assert [record.rows for record in store.refresh().streams] == [5]
     assert state(store.read_episode(0)).tolist() == list(range(5))
 
 
-def test_a_cut_needs_somebody_to_tell(url: str) -> None:
+def test_capture_needs_a_callback(url: str) -> None:
     with (
         trajstore.create(url, SCHEMA).writer() as writer,
-        pytest.raises(TypeError, match="done: expected something"),
+        pytest.raises(TypeError, match="done: expected a function that takes the record"),
     ):
-        writer.cut(None)  # type: ignore[arg-type]
+        writer.capture_record(None)  # type: ignore[arg-type]
 
 
-def test_a_cut_does_not_wait_for_the_disk_unless_both_stagings_are_full(url: str) -> None:
+def test_capture_does_not_wait_for_the_disk_unless_both_stagings_are_full(url: str) -> None:
     trajstore.create(url, SCHEMA, fsync=False)
     plan = BlockPuts()
     writer = trajstore.Store(FaultyStorage(real_storage(url), plan), url, None).writer(commit_seconds=None)
-    told: list[int] = []
+    captured: list[int] = []
     writer.append(one(0))
-    writer.cut(lambda record: told.append(record.rows if record else 0))  # returns although puts are held up
+    writer.capture_record(
+        lambda record: captured.append(record.rows if record else 0)
+    )  # returns although puts are held up
     assert plan.reached.wait(60)
     writer.append(one(1))
     second = threading.Thread(
-        target=lambda: writer.cut(lambda record: told.append(record.rows if record else 0)), daemon=True
+        target=lambda: writer.capture_record(lambda record: captured.append(record.rows if record else 0)),
+        daemon=True,
     )
     second.start()
     second.join(0.2)
     assert second.is_alive()  # the first is not on disk yet, and there are two stagings
-    assert told == []
+    assert captured == []
     plan.gate.set()
     second.join(60)
     writer.close()
-    assert told == [1, 2]
+    assert captured == [1, 2]
 
 
 # ---- what lies on the storage -------------------------------------------------------------------

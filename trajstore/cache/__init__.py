@@ -1,1 +1,1 @@
-"""Decoded chunks on the training device, paged like virtual memory."""
+"""Keeps decoded chunks on the training device, paged like virtual memory, within a byte budget."""

@@ -1,32 +1,35 @@
-"""Compressed chunks in RAM, behind the decoded ones on the device."""
+"""Keeps compressed chunks in RAM, so that a chunk dropped from the device need not be read from storage again."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 
+ChunkKey = tuple[str, str, int]  # stream id, path of the field, chunk number
+
 
 class CompressedTier:
-    """Compressed chunks in RAM, least recently used first out, within a byte budget; thread-safe."""
+    """A least-recently-used cache of compressed chunks within a byte budget. Thread-safe."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.nbytes = 0
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[tuple[str, str, int], bytes] = OrderedDict()
+        self._chunks: OrderedDict[ChunkKey, bytes] = OrderedDict()  # the chunk used longest ago comes first
 
-    def get(self, key: tuple[str, str, int]) -> bytes | None:
+    def get(self, key: ChunkKey) -> bytes | None:
+        """Return a chunk and count that as a use; None if it is not here."""
         with self._lock:
             data = self._chunks.get(key)
             if data is not None:
                 self._chunks.move_to_end(key)
             return data
 
-    def __contains__(self, key: tuple[str, str, int]) -> bool:
+    def __contains__(self, key: ChunkKey) -> bool:
         return key in self._chunks
 
-    def put(self, key: tuple[str, str, int], data: memoryview) -> None:
-        """Keep a copy."""
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        """Keep a copy of a chunk, unless it is larger than the whole budget."""
         if len(data) > self.budget:
             return
         with self._lock:
@@ -34,7 +37,7 @@ class CompressedTier:
             self._chunks[key] = bytes(data)
             self._shrink()
 
-    def drop(self, key: tuple[str, str, int]) -> None:
+    def drop(self, key: ChunkKey) -> None:
         with self._lock:
             self.nbytes -= len(self._chunks.pop(key, b""))
 
@@ -44,6 +47,7 @@ class CompressedTier:
             self.nbytes = 0
 
     def resize(self, budget: int) -> None:
+        """Change the budget; chunks that no longer fit are dropped."""
         with self._lock:
             self.budget = budget
             self._shrink()

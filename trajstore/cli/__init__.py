@@ -1,1 +1,5 @@
-"""The command line."""
+"""The command line.
+
+`app` builds it. Each other module holds a group of commands (`info`, `sample`, `verify`, `checkpoints`,
+`import_export`, `rlinf`) or what commands share (`parameters`, `stores`, `output`, `exit_codes`).
+"""

@@ -1,1 +1,4 @@
-"""Faces that users of other libraries know, each thin over the real buffer: change one import and keep the rest."""
+"""Drop-in replacements for the replay buffers of other libraries, each a thin layer over `trajstore.ReplayBuffer`.
+
+To move a program to trajstore, change one import and keep the remaining code.
+"""

@@ -1,4 +1,4 @@
-"""What nobody has closed when the process ends is made durable then, so that a normal end loses nothing."""
+"""Stores the unsaved data of buffers that are still open when the process ends normally."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from collections.abc import Callable
 from typing import Any
 
 _log = logging.getLogger(__name__)
-_open: weakref.WeakKeyDictionary[Any, tuple[int, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
+_registered: weakref.WeakKeyDictionary[Any, tuple[int, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 
 
-def end_with_process(owner: Any, end: Callable[[Any], None]) -> None:
-    """When the process ends, call this with the owner, if somebody still has it and `has_ended` was not called."""
-    _open[owner] = os.getpid(), end
+def finish_at_exit(owner: Any, finish: Callable[[Any], None]) -> None:
+    """Call ``finish(owner)`` when the process ends.
+
+    The call does not happen if ``owner`` was garbage-collected before, or if `cancel_finish_at_exit` was called.
+    """
+    _registered[owner] = os.getpid(), finish
 
 
-def has_ended(owner: Any) -> None:
-    """It was closed. May be called again."""
-    _open.pop(owner, None)
+def cancel_finish_at_exit(owner: Any) -> None:
+    """Undo `finish_at_exit`, because ``owner`` was closed. Calling it twice is harmless."""
+    _registered.pop(owner, None)
 
 
-def _end_all() -> None:
-    for owner, (pid, end) in list(_open.items()):
-        if pid != os.getpid():  # a child that was forked has nothing of its own to store
+def _finish_all() -> None:
+    for owner, (pid, finish) in list(_registered.items()):
+        if pid != os.getpid():  # a forked child wrote nothing; the data is its parent's
             continue
         try:
-            end(owner)
+            finish(owner)
         except Exception:
-            _log.exception("what was written last could not be stored when the process ended")
+            _log.exception("the last writes of %s could not be stored when the process ended", type(owner).__name__)
 
 
-# Thread pools take no more work by the time that atexit calls anybody, and a commit needs one.
-threading._register_atexit(_end_all)  # type: ignore[attr-defined]
+# `atexit` would be too late: it runs after thread pools stop accepting work, and a commit needs a thread pool.
+threading._register_atexit(_finish_all)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Stores that nobody else knows of: they live in RAM, and go with their owner."""
+"""Stores in RAM that belong to one buffer and are freed with it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from trajstore.storage import open_storage
 
 
 def private_url(owner: str) -> str:
-    """A new place in RAM."""
+    """Return an unused ``memory://`` URL; ``owner`` is part of it, for debugging."""
     return f"memory://{owner}-{uuid.uuid4().hex}"
 
 
-def forget(url: str) -> None:
-    """Free the memory of a private store, or of several below one URL."""
+def free_private_store(url: str) -> None:
+    """Free the memory of a private store, or of all private stores below a URL."""
     storage = open_storage(url)
     storage.delete(storage.list_tree(""))

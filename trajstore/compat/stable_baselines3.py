@@ -1,4 +1,4 @@
-"""Batches in the form that Stable-Baselines3's algorithms take; that package itself is not needed."""
+"""Converts batches to the form that Stable-Baselines3's algorithms take; that package itself is not needed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 
 from trajstore.errors import DataError
 
-# Neither observations nor actions: what a batch of transitions holds beside them.
-_NEEDED = ("next", "terminated")
+_NEEDED = ("next", "terminated")  # in every batch of transitions
 
 
 class ReplaySamples(NamedTuple):
-    """The fields of ``ReplayBufferSamples``, by name and in their order."""
+    """Has the fields of Stable-Baselines3's ``ReplayBufferSamples``, in the same order."""
 
     observations: Any
     actions: torch.Tensor
@@ -27,21 +26,21 @@ class ReplaySamples(NamedTuple):
 def replay_samples(
     batch: Mapping[str, Any], *, observation: str = "observation", action: str = "action", reward: str = "reward"
 ) -> ReplaySamples:
-    """A batch of ``Windows.transitions()`` as Stable-Baselines3 has it; tensors are shared, not copied.
+    """Convert a batch of ``Windows.transitions()`` to Stable-Baselines3's form; tensors are shared, not copied.
 
-    ``dones`` is set where an episode terminated, never where it was truncated: there the next observation is
-    bootstrapped from, as their buffers have it with ``handle_timeout_termination``. With ``n_step``, ``rewards``
-    are the n-step returns and ``discounts`` what the next observation's value is multiplied with, 0 at
-    termination.
+    ``dones`` is set where an episode terminated. It is not set where an episode was truncated, so that algorithms
+    bootstrap from the next observation there, as with ``handle_timeout_termination`` of their buffers. With
+    ``n_step``, ``rewards`` are the n-step returns, and ``discounts`` is the factor of the next observation's value,
+    which is 0 at termination.
 
     Args:
-        batch: As `sample` gave it.
+        batch: A batch that `sample` returned.
         observation: The field of the observation, or a group of fields.
         action: The field of the action.
         reward: The field of the reward.
 
     Raises:
-        DataError: The batch is not one of transitions, or has no such field.
+        DataError: The batch does not hold single transitions, or lacks one of the fields.
     """
     for name in (*_NEEDED, observation, action):
         if name not in batch:

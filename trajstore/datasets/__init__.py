@@ -1,1 +1,6 @@
-"""Datasets of other libraries in and out: streamed episode by episode, resumable, verified."""
+"""Import datasets of other libraries into a store, and export stores to their formats.
+
+`conversion.import_episodes` and `conversion.export_episodes` do the work: one episode at a time, resumable, and
+verified by reading back. `formats.FORMATS` lists the formats. Each format module has ``open_reader`` and
+``open_writer``.
+"""

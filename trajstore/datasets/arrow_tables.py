@@ -1,4 +1,4 @@
-"""Columns of Arrow tables as arrays."""
+"""Convert columns of Arrow tables to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -8,21 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.datasets.libraries import needed
+from trajstore.datasets.optional_imports import import_optional
 from trajstore.errors import DataError, FormatError, StoreNotFoundError
 from trajstore.schema import Array
 
 
-def library(part: str = "pyarrow") -> Any:
-    """pyarrow, or a module of it."""
-    return needed(
-        part, "Parquet and Arrow files need pyarrow: pip install 'trajstore[lerobot]' or 'trajstore[minari]'"
+def import_pyarrow(module: str = "pyarrow") -> Any:
+    """Import pyarrow, or one of its submodules."""
+    return import_optional(
+        module, "Parquet and Arrow files need pyarrow: pip install 'trajstore[lerobot]' or 'trajstore[minari]'"
     )
 
 
 def open_parquet(path: Path) -> Any:
-    """A file, of which no row is read yet."""
-    pq, pa = library("pyarrow.parquet"), library()
+    """Open a Parquet file; no row is read.
+
+    Raises:
+        StoreNotFoundError: The file does not exist.
+        FormatError: It is not a complete Parquet file.
+    """
+    pq, pa = import_pyarrow("pyarrow.parquet"), import_pyarrow()
     if not path.is_file():
         raise StoreNotFoundError(f"{path} is missing")
     try:
@@ -31,41 +36,44 @@ def open_parquet(path: Path) -> Any:
         raise FormatError(f"{path} can't be read as Parquet, or was not closed by its writer: {error}") from error
 
 
-def item_type(column_type: Any) -> tuple[Any, int]:
-    """The type of the numbers in nested lists, and how deep they are nested."""
-    types, depth = library().types, 0
-    column_type = getattr(column_type, "storage_type", column_type)  # of an extension that somebody has registered
+def innermost_type(column_type: Any) -> tuple[Any, int]:
+    """Return the type of the items in nested lists, and the number of nested lists."""
+    types, depth = import_pyarrow().types, 0
+    column_type = getattr(column_type, "storage_type", column_type)  # of a registered extension type
     while types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type):
         column_type, depth = column_type.value_type, depth + 1
     return column_type, depth
 
 
-def dtype_of(what: str, column_type: Any) -> np.dtype[Any]:
-    """The dtype of the numbers in a column.
+def column_dtype(what: str, column_type: Any) -> np.dtype[Any]:
+    """Return the dtype of the numbers in a column.
 
     Raises:
-        DataError: It holds something else.
+        DataError: The column holds neither numbers nor bools. ``what`` names it in the message.
     """
-    kind, _ = item_type(column_type)
-    types = library().types
+    kind, _ = innermost_type(column_type)
+    types = import_pyarrow().types
     if not (types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)):
         raise DataError(f"{what}: expected numbers or bools, got {column_type}")
     dtype: np.dtype[Any] = np.dtype(kind.to_pandas_dtype())
     return dtype
 
 
-def rows_of(what: str, column: Any, shape: tuple[int, ...]) -> Array:
-    """The rows of a column of numbers, or of nested lists of them.
+def column_rows(what: str, column: Any, shape: tuple[int, ...]) -> Array:
+    """Convert a column of numbers, or of nested lists of numbers, to an array of shape ``[rows, *shape]``.
 
     Args:
         what: Names the column, for messages.
-        column: An Arrow array, or one in chunks.
-        shape: Of one row; every list must have as many numbers.
+        column: An Arrow array, possibly chunked.
+        shape: Shape of one row. Lists may be nested along its axes, or be flat.
+
+    Raises:
+        DataError: A row has another shape, or a value is missing.
     """
-    dtype, (_, depth) = dtype_of(what, column.type), item_type(column.type)
-    values, n = whole(column), len(column)
-    for size in _sizes(what, depth, shape):
-        lengths = library("pyarrow.compute").list_value_length(values).unique().to_pylist()
+    dtype, (_, depth) = column_dtype(what, column.type), innermost_type(column.type)
+    values, n = as_single_array(column), len(column)
+    for size in _list_sizes(what, depth, shape):
+        lengths = import_pyarrow("pyarrow.compute").list_value_length(values).unique().to_pylist()
         if lengths not in ([], [size]):
             raise DataError(f"{what}: expected lists of {size}, got lengths {lengths[:5]}")
         values = values.flatten()
@@ -74,8 +82,11 @@ def rows_of(what: str, column: Any, shape: tuple[int, ...]) -> Array:
     return np.asarray(values.to_numpy(zero_copy_only=False), dtype).reshape(n, *shape)
 
 
-def _sizes(what: str, depth: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the lists at each level: one an axis, or all axes in one list, or none around a single number."""
+def _list_sizes(what: str, depth: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the expected list length at each nesting level.
+
+    There is one level per axis, or one level for all axes, or none if a row is a single number.
+    """
     if depth == len(shape):
         return shape
     flat = (math.prod(shape),)
@@ -84,7 +95,7 @@ def _sizes(what: str, depth: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return flat if depth else ()
 
 
-def whole(column: Any) -> Any:
-    """One plain array of a column that may be in chunks, or of an extension."""
-    array = column.combine_chunks() if isinstance(column, library().ChunkedArray) else column
+def as_single_array(column: Any) -> Any:
+    """Combine the chunks of a column, and return the storage array of an extension array."""
+    array = column.combine_chunks() if isinstance(column, import_pyarrow().ChunkedArray) else column
     return getattr(array, "storage", array)

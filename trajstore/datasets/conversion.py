@@ -1,4 +1,7 @@
-"""Episodes of other datasets into a store, and out of one: one at a time, resumable, verified."""
+"""Import the episodes of a dataset into a store, and export a store to a dataset.
+
+Both work on one episode at a time, continue after an interruption, and can verify the result.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.datasets.comparing import end_of, ends_differ, metadata_differs, steps_differ
-from trajstore.datasets.fields import length_of
-from trajstore.datasets.plain import mapping
-from trajstore.datasets.ports import Episode, Progress, Sink, Source
+from trajstore.datasets.episode_arrays import count_steps
+from trajstore.datasets.episode_comparison import (
+    end_name,
+    find_end_difference,
+    find_metadata_difference,
+    find_step_difference,
+)
+from trajstore.datasets.interfaces import DatasetReader, DatasetWriter, Episode, Progress
+from trajstore.datasets.json_values import as_mapping
 from trajstore.errors import CorruptionError, DataError, SchemaError, StoreExistsError, TrajstoreError
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
@@ -22,23 +30,23 @@ from trajstore.store.store import Store, Url, create
 from trajstore.store.store import open as open_store
 from trajstore.writing.writer import Writer
 
-KEY_COLUMN = "source_key"  # of an imported store: the episode's name in its dataset
-_FACTS = "dataset"  # metadata of the first episode: what holds for the dataset as a whole
-_WRITER = "import"
+KEY_COLUMN = "source_key"  # episode column of an imported store: the episode's name in its dataset
+_DATASET_FACTS = "dataset"  # metadata of the first episode: facts about the whole dataset
+_WRITER_NAME = "import"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ConversionReport:
     """What a run did.
 
     Attributes:
         source: Where the episodes came from.
-        target: Where they are now.
-        n_episodes: Written by this run.
-        n_skipped: That were there already.
-        n_steps: Of the episodes written by this run.
-        n_verified: Read back and found equal, those of earlier runs included.
-        n_left_out: Steps of the episodes written by this run that an option leaves out on purpose.
+        target: Where they were written.
+        n_episodes: Episodes that this run wrote.
+        n_skipped: Episodes that earlier runs had written.
+        n_steps: Steps of the episodes that this run wrote.
+        n_verified: Episodes that were read back and found equal, including those of earlier runs.
+        n_left_out: Steps that an option dropped from the episodes that this run wrote.
     """
 
     source: str
@@ -50,8 +58,8 @@ class Report:
     n_left_out: int = 0
 
 
-class _Count:
-    """Tells how many episodes are done."""
+class _ProgressCounter:
+    """Reports the number of finished episodes."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress, self._total, self._n = progress, total, 0
@@ -62,11 +70,11 @@ class _Count:
             self._progress(self._n, self._total)
 
 
-# ---- into a store --------------------------------------------------------------------------------------
+# ---- import --------------------------------------------------------------------------------------------
 
 
 def import_episodes(
-    source: Source,
+    reader: DatasetReader,
     url: Url,
     *,
     resume: bool = True,
@@ -74,61 +82,71 @@ def import_episodes(
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     fsync: bool = True,
-    **writer_options: Any,
-) -> Report:
-    """Write every episode of a dataset to a store, once, whatever became of earlier runs.
+    commit_steps: int | None = None,
+    commit_seconds: float | None = 10.0,
+    buffer_bytes: int | str = "256MiB",
+) -> ConversionReport:
+    """Write every episode of a dataset to a store exactly once.
 
-    An episode counts as written when it is committed whole, under its key in the episode column ``source_key``.
-    What a run that died has left of another one is discarded. Memory holds two episodes and the writer's buffer.
-    No two runs may import into a store at the same time.
+    A run that was interrupted can be repeated. An episode counts as written when all of it is committed, under its
+    key in the episode column ``source_key``; episodes that an earlier run wrote in part are discarded and written
+    again. Memory holds two episodes and the writer's buffer. Only one run may import into a store at a time.
 
     Args:
-        source: The dataset; not closed.
-        url: Of the store; created where there is none.
-        resume: Go on where an earlier run stopped; otherwise the store must be new.
-        verify: Read every episode back, those of earlier runs too, and compare it with the source.
-        progress: Called with the episodes done and those to do; with ``verify`` each counts twice.
+        reader: The dataset. It is not closed.
+        url: The store. It is created if it does not exist.
+        resume: Continue an earlier import. If False, the store must not exist.
+        verify: Read every episode back, including those of earlier runs, and compare it with the dataset.
+        progress: Called with the episodes done and the total. With ``verify``, each episode counts twice.
         storage_options: As in `trajstore.open`.
         fsync: As in `trajstore.open`.
-        writer_options: As in `Store.writer`: how often to commit, how much to buffer.
+        commit_steps: As in `Store.writer`.
+        commit_seconds: As in `Store.writer`.
+        buffer_bytes: As in `Store.writer`.
 
     Raises:
         StoreExistsError: The store holds something else.
-        DataError: An episode can't be stored; those before it are.
-        CorruptionError: What is stored is not what the source has.
+        DataError: The store cannot hold an episode. The episodes before it are written.
+        CorruptionError: The store differs from the dataset.
     """
-    keys, schema = _checked_keys(source), _with_key(source.schema)
+    keys, schema = _read_keys(reader), _add_key_column(reader.schema)
     try:
         store = create(url, schema, exist_ok=resume, storage_options=storage_options, fsync=fsync)
     except SchemaError as error:
-        raise StoreExistsError(f"{source.display} can't be imported there: {error}") from error
-    there, left = _committed(store.snapshot)
-    _check_same(source, store, keys, there)
-    count = _Count(progress, len(keys) * (2 if verify else 1))
-    count.add(len(there))
-    missing = [key for key in keys if key not in there]
+        raise StoreExistsError(f"{reader.display} can't be imported into the store: {error}") from error
+    committed, unended = _find_committed(store.snapshot)
+    _check_same_dataset(reader, store, keys, committed)
+    counter = _ProgressCounter(progress, len(keys) * (2 if verify else 1))
+    counter.add(len(committed))
+    missing = [key for key in keys if key not in committed]
     n_steps = 0
-    if missing or left:
-        with store.writer(_WRITER, dead=_unsealed(store), **writer_options) as writer:
-            written, n_steps = _append(source, writer, missing, left, count)
-        there = {**there, **written}
-    _check_whole(store, len(keys))
+    if missing or unended:
+        with store.writer(
+            _WRITER_NAME,
+            commit_steps=commit_steps,
+            commit_seconds=commit_seconds,
+            buffer_bytes=buffer_bytes,
+            dead=_unsealed_import_streams(store),
+        ) as writer:
+            written, n_steps = _append_episodes(reader, writer, missing, unended, counter)
+        committed = {**committed, **written}
+    _check_complete(store, len(keys))
     if verify:
-        _verify(source, store.snapshot, ((key, there[key]) for key in keys), count)
+        _verify_import(reader, store.snapshot, ((key, committed[key]) for key in keys), counter)
     n_verified = len(keys) if verify else 0
-    return Report(source.display, store.url, len(missing), len(keys) - len(missing), n_steps, n_verified)
+    return ConversionReport(reader.display, store.url, len(missing), len(keys) - len(missing), n_steps, n_verified)
 
 
-def _checked_keys(source: Source) -> list[str]:
-    keys = list(source.keys())
+def _read_keys(reader: DatasetReader) -> list[str]:
+    keys = list(reader.keys())
     if not keys:
-        raise DataError(f"{source.display} holds no episodes")
+        raise DataError(f"{reader.display} holds no episodes")
     if len(set(keys)) < len(keys):
-        raise DataError(f"{source.display} has several episodes of one name; expected each once")
+        raise DataError(f"{reader.display} has several episodes with the same name; expected every name once")
     return keys
 
 
-def _with_key(schema: Schema) -> Schema:
+def _add_key_column(schema: Schema) -> Schema:
     return Schema(
         nest(schema.fields),
         episode={KEY_COLUMN: str, **schema.episode},
@@ -137,69 +155,78 @@ def _with_key(schema: Schema) -> Schema:
     )
 
 
-def _committed(snapshot: Snapshot) -> tuple[dict[str, EpisodeKey], dict[str, list[int]]]:
-    """The episodes that are there by their names, and, by stream, what is left of those that never ended."""
+def _find_committed(snapshot: Snapshot) -> tuple[dict[str, EpisodeKey], dict[str, list[int]]]:
+    """Return the complete episodes by name, and the numbers of incomplete episodes by stream."""
     table, where = snapshot.episodes, snapshot.storage.display
-    there: dict[str, EpisodeKey] = {}
-    left: dict[str, list[int]] = {}
-    for i in range(len(table)):  # one at a time: all their text together may be large
+    committed: dict[str, EpisodeKey] = {}
+    unended: dict[str, list[int]] = {}
+    for i in range(len(table)):  # one row at a time: the metadata of all episodes together may be large
         name, key = table.row(i)[KEY_COLUMN], table.key(i)
-        if not _is_imported(key.stream):
-            raise StoreExistsError(f"{where}: stream '{key.stream}' was not imported; import into a new store")
-        if name is None:  # the name comes with the end
-            left.setdefault(key.stream, []).append(key.episode)
-        elif there.setdefault(name, key) != key:
+        if not _is_import_stream(key.stream):
+            raise StoreExistsError(
+                f"{where}: stream '{key.stream}' was not written by an import; import into a new store"
+            )
+        if name is None:  # an episode gets its name when it ends
+            unended.setdefault(key.stream, []).append(key.episode)
+        elif committed.setdefault(name, key) != key:
             raise StoreExistsError(f"{where} has episode '{name}' twice; import into a new store")
-    return there, left
+    return committed, unended
 
 
-def _check_same(source: Source, store: Store, keys: Sequence[str], there: Mapping[str, EpisodeKey]) -> None:
-    """Refuse a store of another dataset: by its names, and by the first and the last episode that it has."""
+def _check_same_dataset(
+    reader: DatasetReader, store: Store, keys: Sequence[str], committed: Mapping[str, EpisodeKey]
+) -> None:
+    """Refuse a store of a different dataset, by its episode names and its first and last episode."""
     known = set(keys)
-    others = [name for name in there if name not in known]
+    others = [name for name in committed if name not in known]
     if others:
         raise StoreExistsError(
-            f"{store.url} has episode '{others[0]}', {source.display} has not; choose another place"
+            f"{store.url} has episode '{others[0]}', which {reader.display} does not have;"
+            " import into another store"
         )
-    if there:
-        first, *_, last = (*there, *there)
-        ends = {name: there[name] for name in (first, last)}
+    if committed:
+        first, *_, last = (*committed, *committed)
+        ends = {name: committed[name] for name in (first, last)}
         try:
-            _verify(source, store.snapshot, ends.items(), _Count(None, 0))
+            _verify_import(reader, store.snapshot, ends.items(), _ProgressCounter(None, 0))
         except CorruptionError as error:
-            raise StoreExistsError(f"{store.url} holds another dataset, or is damaged: {error}") from error
+            raise StoreExistsError(f"{store.url} holds a different dataset, or is damaged: {error}") from error
 
 
-def _unsealed(store: Store) -> list[str]:
-    return [record.id for record in store.streams if _is_imported(record.id) and not record.is_sealed]
+def _unsealed_import_streams(store: Store) -> list[str]:
+    return [record.id for record in store.streams if _is_import_stream(record.id) and not record.is_sealed]
 
 
-def _is_imported(stream: str) -> bool:
-    return stream.rpartition("-")[0] == _WRITER
+def _is_import_stream(stream: str) -> bool:
+    return stream.rpartition("-")[0] == _WRITER_NAME
 
 
-def _append(
-    source: Source, writer: Writer, missing: Sequence[str], left: Mapping[str, Sequence[int]], count: _Count
+def _append_episodes(
+    reader: DatasetReader,
+    writer: Writer,
+    missing: Sequence[str],
+    unended: Mapping[str, Sequence[int]],
+    counter: _ProgressCounter,
 ) -> tuple[dict[str, EpisodeKey], int]:
-    """Write episodes; their places and how many steps they have."""
-    if left:
-        writer.set_view(discarded=left)
+    """Write episodes; return their keys in the store and their total number of steps."""
+    if unended:
+        writer.set_view(discarded=unended)
         writer.wait(writer.publish_view())
     written: dict[str, EpisodeKey] = {}
     try:
         for name in missing:
-            written[name] = _append_one(source, writer, name)
-            count.add()
+            written[name] = _append_episode(reader, writer, name)
+            counter.add()
     except BaseException:
-        # What came whole need not be read again; leaving the writer by an exception would drop it.
+        # Keep the complete episodes: leaving the writer by an exception would discard them.
         with contextlib.suppress(TrajstoreError):
             writer.commit()
         raise
     return written, writer.stats()["steps"]
 
 
-def _append_one(source: Source, writer: Writer, name: str) -> EpisodeKey:
-    episode = source.read(name)
+def _append_episode(reader: DatasetReader, writer: Writer, name: str) -> EpisodeKey:
+    episode = reader.read(name)
     try:
         return writer.append_episode(
             episode.steps,
@@ -208,183 +235,198 @@ def _append_one(source: Source, writer: Writer, name: str) -> EpisodeKey:
             metadata={**episode.metadata, KEY_COLUMN: name},
         )
     except DataError as error:
-        raise DataError(f"{source.display}: episode '{name}': {error}") from error
+        raise DataError(f"{reader.display}: episode '{name}': {error}") from error
 
 
-def _check_whole(store: Store, n: int) -> None:
+def _check_complete(store: Store, n: int) -> None:
     if len(store.refresh().episodes) != n:
         raise CorruptionError(
-            f"{store.url}: expected the {n} episodes of the source, got {len(store)}; does another run write there?"
+            f"{store.url}: expected the {n} episodes of the dataset, got {len(store)};"
+            " is another import writing to the store?"
         )
 
 
-def _verify(source: Source, snapshot: Snapshot, places: Iterable[tuple[str, EpisodeKey]], count: _Count) -> None:
-    """Compare episodes of the store with those of the source."""
+def _verify_import(
+    reader: DatasetReader, snapshot: Snapshot, episodes: Iterable[tuple[str, EpisodeKey]], counter: _ProgressCounter
+) -> None:
+    """Compare episodes of the store, given as (name, key in the store), with those of the dataset."""
     schema = snapshot.schema
-    assert schema is not None  # create was given one
-    for name, key in places:
-        expected, got = source.read(name), stored_episode(snapshot, snapshot.episodes.find(key))
+    assert schema is not None  # import_episodes created the store with a schema
+    for name, key in episodes:
+        expected, got = reader.read(name), read_stored_episode(snapshot, snapshot.episodes.find(key))
         difference = (
-            steps_differ(expected.steps, got.steps)
-            or ends_differ(expected, got)
-            or metadata_differs(schema, {**expected.metadata, KEY_COLUMN: name}, got.metadata)
+            find_step_difference(expected.steps, got.steps)
+            or find_end_difference(expected, got)
+            or find_metadata_difference(schema, {**expected.metadata, KEY_COLUMN: name}, got.metadata)
         )
         if difference:
-            raise CorruptionError(f"{snapshot.storage.display}: episode '{name}' of {source.display}: {difference}")
-        count.add()
+            raise CorruptionError(f"{snapshot.storage.display}: episode '{name}' of {reader.display}: {difference}")
+        counter.add()
 
 
-# ---- out of a store ------------------------------------------------------------------------------------
+# ---- export --------------------------------------------------------------------------------------------
 
 
 def export_episodes(
     store: Store | Url,
-    sink: Sink,
+    writer: DatasetWriter,
     *,
     where: Callable[[EpisodeTable], Array] | None = None,
     fields: Collection[str] | None = None,
-    reread: Callable[[], Source] | None = None,
+    reread: Callable[[], DatasetReader] | None = None,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> Report:
+) -> ConversionReport:
     """Write episodes of a store to a dataset of another library, in the order of the episode table.
 
-    A run that was stopped is gone on with. Open episodes are written as far as they are committed. Memory holds one
-    episode, two while it is read back, and what the sink gathers before it writes.
+    A run that was interrupted can be repeated, and continues. Open episodes are written up to their last committed
+    step. Memory holds one episode (two while verifying), and what the writer collects before it writes.
 
     Args:
-        store: The store, as it was opened or last refreshed, or where it is.
-        sink: The dataset; finished, or kept for the next run where this one fails.
-        where: Only episodes that this function of the episode table says True for.
-        fields: Paths or names of groups to write; all by default.
-        reread: Opens the finished dataset: every episode is read back and compared with what was to be written of
-            it. Fields that the other library asks for and the store has not are not looked at, nor are metadata.
-        progress: Called with the episodes done and those to do; with ``reread`` each counts twice.
-        storage_options: As in `trajstore.open`, where ``store`` is a URL.
+        store: The store, as opened or last refreshed, or its URL.
+        writer: The dataset. It is finished; if the run fails, its episodes are kept for the next run.
+        where: Takes the episode table and returns a bool per episode; only episodes with True are written.
+        fields: Paths of fields or groups to write; by default all.
+        reread: Opens the finished dataset. If given, every episode is read back and compared with what the writer
+            should have kept of it. Fields that only the dataset has are ignored, and so are metadata.
+        progress: Called with the episodes done and the total. With ``reread``, each episode counts twice.
+        storage_options: As in `trajstore.open`, if ``store`` is a URL.
 
     Raises:
-        DataError: An episode has no place in the other format; nothing appears under the dataset's name.
-        CorruptionError: What was written, and stays under the dataset's name, is not what the store has.
+        DataError: The format cannot hold an episode. The dataset does not appear.
+        CorruptionError: The dataset differs from the store. It stays under its name.
     """
     try:
         opened = store if isinstance(store, Store) else open_store(store, storage_options=storage_options)
-        chosen = _Chosen(opened.snapshot, _rows(opened.episodes, where), fields)
-        chosen.check(opened.url)
-        n = len(chosen.rows)
-        count = _Count(progress, n if reread is None else 2 * n)
-        n_skipped = _n_done(sink, chosen)
-        count.add(n_skipped)
-        n_steps = _write(sink, chosen, n_skipped, count)
-        sink.finish()
+        selection = _Selection(opened.snapshot, _select_rows(opened.episodes, where), fields)
+        selection.check(opened.url)
+        n = len(selection.rows)
+        counter = _ProgressCounter(progress, n if reread is None else 2 * n)
+        n_skipped = _count_written(writer, selection)
+        counter.add(n_skipped)
+        n_steps = _write(writer, selection, n_skipped, counter)
+        writer.finish()
     except BaseException as error:
-        _abandon(sink, error)
+        _suspend(writer, error)
         raise
     if reread is not None:
-        with contextlib.closing(reread()) as source:
-            _compare(source, sink, chosen, count)
-    n_left_out = int(opened.episodes["length"][chosen.rows[n_skipped:]].sum()) - n_steps
+        with contextlib.closing(reread()) as reader:
+            _verify_export(reader, writer, selection, counter)
+    n_left_out = int(opened.episodes["length"][selection.rows[n_skipped:]].sum()) - n_steps
     n_verified = 0 if reread is None else n
-    return Report(opened.url, sink.display, n - n_skipped, n_skipped, n_steps, n_verified, n_left_out)
+    return ConversionReport(opened.url, writer.display, n - n_skipped, n_skipped, n_steps, n_verified, n_left_out)
 
 
-def _abandon(sink: Sink, error: BaseException) -> None:
+def _suspend(writer: DatasetWriter, error: BaseException) -> None:
     try:
-        sink.abandon()
-    except Exception as failure:  # what went wrong first matters more; this travels with it
-        error.add_note(f"trajstore: what was written could not be kept either: {failure}")
+        writer.suspend()
+    except Exception as failure:  # raise the first error, with this one as a note
+        error.add_note(f"trajstore: the written episodes could not be kept: {failure}")
 
 
-def stored_episode(snapshot: Snapshot, i: int, fields: Collection[str] | None = None) -> Episode:
-    """Row ``i`` of the episode table and its steps; the key is valid for ever."""
+def read_stored_episode(snapshot: Snapshot, i: int, fields: Collection[str] | None = None) -> Episode:
+    """Read row ``i`` of the episode table and its steps. The key of an ended episode never changes."""
     row = snapshot.episodes.row(i)
     declared = {name: row[name] for name in snapshot.schema.episode} if snapshot.schema else {}
     metadata = {name: value for name, value in declared.items() if value is not None} | row["metadata"]
     is_terminated, is_truncated = row["end"] == "terminated", row["end"] == "truncated"
-    return Episode(_name(row), snapshot.read_episode(i, fields=fields), is_terminated, is_truncated, metadata)
+    return Episode(
+        _episode_name(row), snapshot.read_episode(i, fields=fields), is_terminated, is_truncated, metadata
+    )
 
 
-def _name(row: Mapping[str, Any]) -> str:
-    # An open episode may have more steps at the next visit, and is then another one.
+def _episode_name(row: Mapping[str, Any]) -> str:
+    # An open episode may have more steps in the next run. Its length makes it a different episode then.
     length = f"/{row['length']}" if row["end"] == "open" else ""
     return f"{row['stream']}/{row['episode']}{length}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """What is exported of a store."""
+class _Selection:
+    """The part of a store that is exported."""
 
     snapshot: Snapshot
     rows: list[int]  # of the episode table
     fields: Collection[str] | None
 
     def check(self, url: str) -> None:
-        """Refuse what no sink could make sense of."""
+        """Refuse a selection that no format can hold."""
         if not self.rows:
-            raise DataError(f"{url} has no such episodes")
+            raise DataError(f"{url} has no episodes with steps that match")
         schema = self.snapshot.schema
-        assert schema is not None  # there are episodes
+        assert schema is not None  # a store with episodes has a schema
         try:
             paths = selected_paths(schema, self.fields)
         except KeyError as error:
             raise DataError(f"{url}: {error.args[0]}") from error
         if all(schema[path].final for path in paths):
-            raise DataError(f"{url}: every field chosen has final values, so nobody could tell steps from them")
+            raise DataError(f"{url}: all selected fields have final values, so the number of steps is ambiguous")
 
     def episode(self, n: int) -> Episode:
-        """The ``n``-th; with the first comes what holds for the dataset as a whole."""
-        episode = stored_episode(self.snapshot, self.rows[n], self.fields)
-        facts = mapping(self.snapshot.episodes.metadata(0).get(_FACTS)) if n == 0 else {}
-        return replace(episode, metadata={**episode.metadata, _FACTS: facts}) if facts else episode
+        """Read the ``n``-th episode. The first one also gets the facts about the whole dataset."""
+        episode = read_stored_episode(self.snapshot, self.rows[n], self.fields)
+        facts = as_mapping(self.snapshot.episodes.metadata(0).get(_DATASET_FACTS)) if n == 0 else {}
+        return replace(episode, metadata={**episode.metadata, _DATASET_FACTS: facts}) if facts else episode
 
 
-def _rows(table: EpisodeTable, where: Callable[[EpisodeTable], Array] | None) -> list[int]:
+def _select_rows(table: EpisodeTable, where: Callable[[EpisodeTable], Array] | None) -> list[int]:
     has_steps = np.asarray(table["length"]) > 0
     chosen = has_steps if where is None else has_steps & np.asarray(where(table), bool)
     return [int(i) for i in np.flatnonzero(chosen)]
 
 
-def _n_done(sink: Sink, chosen: _Chosen) -> int:
-    done, table = list(sink.done()), chosen.snapshot.episodes
-    if done != [_name(table.row(i)) for i in chosen.rows[: len(done)]]:
-        raise DataError(f"{sink.display}: what an earlier run has left beside it is of another export; remove it")
-    return len(done)
+def _count_written(writer: DatasetWriter, selection: _Selection) -> int:
+    written, table = list(writer.written_keys()), selection.snapshot.episodes
+    if written != [_episode_name(table.row(i)) for i in selection.rows[: len(written)]]:
+        raise DataError(
+            f"{writer.display}: the files of an unfinished export next to it hold other episodes; remove them"
+        )
+    return len(written)
 
 
-def _write(sink: Sink, chosen: _Chosen, n_skipped: int, count: _Count) -> int:
-    """Write episodes; how many steps of them there are now."""
+def _write(writer: DatasetWriter, selection: _Selection, n_skipped: int, counter: _ProgressCounter) -> int:
+    """Write the episodes from number ``n_skipped`` on; return the number of steps written."""
     n_steps = 0
-    for n in range(n_skipped, len(chosen.rows)):
-        episode = chosen.episode(n)
+    for n in range(n_skipped, len(selection.rows)):
+        episode = selection.episode(n)
         try:
-            kept = sink.kept(episode)
-            sink.write(kept)
+            kept = writer.trim(episode)
+            writer.write(kept)
         except DataError as error:
-            raise DataError(f"{sink.display}: episode '{episode.key}': {error}") from error
-        n_steps += _n_steps(kept)
-        count.add()
+            raise DataError(f"{writer.display}: episode '{episode.key}': {error}") from error
+        n_steps += _count_episode_steps(kept)
+        counter.add()
     return n_steps
 
 
-def _n_steps(episode: Episode) -> int:
-    return length_of(flatten(episode.steps))
+def _count_episode_steps(episode: Episode) -> int:
+    return count_steps(flatten(episode.steps))
 
 
-def _compare(source: Source, sink: Sink, chosen: _Chosen, count: _Count) -> None:
-    """Compare episodes of a dataset with what was to be written of those of the store, in their order."""
-    keys, numbers = source.keys(), _not_empty(sink, chosen)
-    count.add(len(chosen.rows) - len(numbers))
+def _verify_export(
+    reader: DatasetReader, writer: DatasetWriter, selection: _Selection, counter: _ProgressCounter
+) -> None:
+    """Compare the episodes of a dataset with what the writer should have kept, in order."""
+    keys, numbers = reader.keys(), _find_nonempty(writer, selection)
+    counter.add(len(selection.rows) - len(numbers))
     if len(keys) != len(numbers):
-        raise CorruptionError(f"{source.display}: expected {len(numbers)} episodes, got {len(keys)}")
+        raise CorruptionError(f"{reader.display}: expected {len(numbers)} episodes, got {len(keys)}")
     for n, key in zip(numbers, keys, strict=True):
-        expected, got = sink.kept(chosen.episode(n)), source.read(key)
-        is_ended = end_of(got) != "cut"  # not every format knows ends
-        difference = steps_differ(expected.steps, got.steps) or (ends_differ(expected, got) if is_ended else None)
+        expected, got = writer.trim(selection.episode(n)), reader.read(key)
+        is_ended = end_name(got) != "cut"  # some formats do not store ends
+        difference = find_step_difference(expected.steps, got.steps) or (
+            find_end_difference(expected, got) if is_ended else None
+        )
         if difference:
-            raise CorruptionError(f"{source.display}: episode '{key}': {difference}")
-        count.add()
+            raise CorruptionError(f"{reader.display}: episode '{key}': {difference}")
+        counter.add()
 
 
-def _not_empty(sink: Sink, chosen: _Chosen) -> list[int]:
-    """Numbers of the episodes of which something was written: of a single step nothing may be left."""
-    lengths = chosen.snapshot.episodes["length"][chosen.rows]
-    return [n for n, length in enumerate(lengths) if length > 1 or _n_steps(sink.kept(chosen.episode(n)))]
+def _find_nonempty(writer: DatasetWriter, selection: _Selection) -> list[int]:
+    """Return the numbers of the episodes that have steps in the dataset: a writer may drop the only step of one."""
+    lengths = selection.snapshot.episodes["length"][selection.rows]
+    return [
+        n
+        for n, length in enumerate(lengths)
+        if length > 1 or _count_episode_steps(writer.trim(selection.episode(n)))
+    ]

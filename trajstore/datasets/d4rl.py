@@ -1,4 +1,4 @@
-"""Flat HDF5 files as D4RL has them: all steps one after the other, with flags where episodes end."""
+"""D4RL's flat HDF5 files: the steps of all episodes in a row, with flags where episodes end."""
 
 from __future__ import annotations
 
@@ -9,87 +9,84 @@ from typing import Any
 import numpy as np
 
 from trajstore.datasets import hdf5
-from trajstore.datasets.field_names import Layout
-from trajstore.datasets.fields import check_skip
-from trajstore.datasets.plain import mapping, restored
-from trajstore.datasets.ports import Episode
+from trajstore.datasets.field_mapping import FieldMapping
+from trajstore.datasets.hdf5_output import Hdf5Output, Hdf5Writer
+from trajstore.datasets.interfaces import Episode
+from trajstore.datasets.json_values import as_mapping, from_json_value
+from trajstore.datasets.skip_names import check_skip
 from trajstore.errors import DataError, FormatError
 from trajstore.schema import Array, Schema, flatten, nest
 
-LAYOUT = Layout("observations", "next_observations", {"actions": "action", "rewards": "reward"})
+FIELD_MAPPING = FieldMapping("observations", "next_observations", {"actions": "action", "rewards": "reward"})
 _FLAGS = ("terminals", "timeouts")
-_BLOCK = 1 << 20  # flags read at a time
+_FLAGS_PER_READ = 1 << 20
 _METADATA = "metadata"
 
 
-def open_source(
+def open_reader(
     path: str | os.PathLike[str],
     *,
     skip: Collection[str] = (),
     keep_next: bool = False,
     max_episode_steps: int | None = None,
-) -> D4rlSource:
-    """Open a file to read; only its flags are read now, some at a time.
+) -> D4rlReader:
+    """Open a file for reading. Only the flags are read now, in blocks.
 
     Args:
-        path: Of the file.
-        skip: Arrays and groups to leave out, as they are called in the file.
-        keep_next: Keep ``next_observations`` as a field of its own, also where it is not what comes next.
-        max_episode_steps: Episodes end after so many steps, too: for old files, which have no ``timeouts``. 0: they
-            end by ``terminals`` only.
+        path: The file.
+        skip: Arrays and groups to leave out, by their names in the file.
+        keep_next: Keep ``next_observations`` as a separate field, even where it differs from the observation of
+            the following step.
+        max_episode_steps: Also end episodes after this many steps; old files have no ``timeouts``. 0 means that
+            only ``terminals`` end episodes.
 
     Raises:
-        FormatError: It is no such file, or damaged.
-        DataError: Something in it can't be stored, or nobody knows where its episodes end.
+        FormatError: It is not a D4RL file, or it is damaged.
+        DataError: A store cannot hold an array, or the file does not say where episodes end.
     """
     if max_episode_steps is not None and not (type(max_episode_steps) is int and max_episode_steps >= 0):
         raise DataError(f"max_episode_steps: expected a number of steps, 0 or None, got {max_episode_steps!r}")
-    file = hdf5.opened(path)
+    file = hdf5.open_file(path)
     try:
-        found = hdf5.arrays(file, {*skip, _METADATA})
-        arrays = {name: array for name, array in found.items() if not LAYOUT.is_skipped(name, skip)}
+        found = hdf5.step_arrays(file, {*skip, _METADATA})
+        arrays = {name: array for name, array in found.items() if not FIELD_MAPPING.is_skipped(name, skip)}
         flags = {name: arrays.pop(name) for name in _FLAGS if name in arrays}
-        n_steps = _n_steps(file, flags, arrays)
+        n_steps = _count_steps(file, flags, arrays)
         _check_timeouts(file, flags, max_episode_steps)
-        stops = _stops(flags, n_steps, max_episode_steps)
-        schema = LAYOUT.schema(file.filename, arrays, keep_next=keep_next)
-        facts = _facts(file, skip)
-        check_skip(file.filename, skip, hdf5.names(file, skip))
+        stops = _find_stops(flags, n_steps, max_episode_steps)
+        schema = FIELD_MAPPING.schema(file.filename, arrays, keep_next=keep_next)
+        facts = _read_dataset_facts(file, skip)
+        check_skip(file.filename, skip, hdf5.iter_names(file, skip))
     except BaseException:
         file.close()
         raise
-    return D4rlSource(file, schema, arrays, flags, stops, facts, keep_next, max_episode_steps)
+    return D4rlReader(file, schema, arrays, flags, stops, facts, keep_next, max_episode_steps)
 
 
-def _n_steps(file: Any, flags: Mapping[str, Any], arrays: Mapping[str, Any]) -> int:
+def _count_steps(file: Any, flags: Mapping[str, Any], arrays: Mapping[str, Any]) -> int:
     if "terminals" not in flags or not arrays:
         raise FormatError(f"{file.filename}: expected arrays of steps and 'terminals', got {', '.join(file)}")
     n_steps = len(flags["terminals"])
-    for name, array in {**flags, **arrays}.items():
-        if len(array) != n_steps:
-            raise DataError(
-                f"{hdf5.place(array)}: expected {n_steps} rows, one a step, got {len(array)};"
-                f" leave it out with skip=['{name}']"
-            )
+    hdf5.check_row_counts({**flags, **arrays}, n_steps)
     return n_steps
 
 
 def _check_timeouts(file: Any, flags: Mapping[str, Any], max_episode_steps: int | None) -> None:
-    """Refuse to guess: episodes that ended by a time limit would be joined."""
+    """Refuse a file without time limits: episodes that ended by one would be joined."""
     if "timeouts" not in flags and max_episode_steps is None:
         raise DataError(
-            f"{file.filename} has no 'timeouts', so nobody knows where episodes were cut off:"
-            " give max_episode_steps (the environment's), or 0 if episodes end by terminals only"
+            f"{file.filename} has no 'timeouts', so it does not say where time limits ended episodes:"
+            " give the environment's max_episode_steps, or 0 if only terminals end episodes"
         )
 
 
-def _stops(flags: Mapping[str, Any], n_steps: int, max_episode_steps: int | None) -> list[int]:
-    """Where episodes stop; the last one stops with the file."""
+def _find_stops(flags: Mapping[str, Any], n_steps: int, max_episode_steps: int | None) -> list[int]:
+    """Return the row after the last step of each episode. The last episode stops at the end of the file."""
     stops: list[int] = []
-    for start in range(0, n_steps, _BLOCK):
-        stop = min(start + _BLOCK, n_steps)
-        ended = np.any([_is_set(array, start, stop) for array in flags.values()], axis=0)
-        stops += (start + 1 + np.flatnonzero(ended)).tolist()
+    for start in range(0, n_steps, _FLAGS_PER_READ):
+        stop = min(start + _FLAGS_PER_READ, n_steps)
+        is_end = np.any([_read_flags(array, start, stop) for array in flags.values()], axis=0)
+        stops += (start + 1 + np.flatnonzero(is_end)).tolist()
     if n_steps and (not stops or stops[-1] < n_steps):
         stops.append(n_steps)
     if not max_episode_steps:
@@ -102,23 +99,23 @@ def _stops(flags: Mapping[str, Any], n_steps: int, max_episode_steps: int | None
     ]
 
 
-def _is_set(flags: Any, start: int, stop: int) -> Array:
-    values = hdf5.rows(flags, start, stop)
+def _read_flags(flags: Any, start: int, stop: int) -> Array:
+    values = hdf5.read_rows(flags, start, stop)
     return np.asarray(values.reshape(len(values), -1).any(axis=1))
 
 
-def _facts(file: Any, skip: Collection[str]) -> dict[str, Any]:
-    """What a file says of itself as a whole."""
-    if not hdf5.has(file, _METADATA) or _METADATA in skip:
+def _read_dataset_facts(file: Any, skip: Collection[str]) -> dict[str, Any]:
+    """Read the group ``metadata``, which describes the whole file."""
+    if not hdf5.has_child(file, _METADATA) or _METADATA in skip:
         return {}
     prefix = f"{_METADATA}/"
-    found = hdf5.walk(hdf5.child(file, _METADATA), skip, prefix)
-    facts = {path.removeprefix(prefix): hdf5.small_value(array, path) for path, array in found}
+    found = hdf5.iter_arrays(hdf5.get_child(file, _METADATA), skip, prefix)
+    facts = {path.removeprefix(prefix): hdf5.read_metadata_value(array, path) for path, array in found}
     return {_METADATA: facts} if facts else {}
 
 
-class D4rlSource:
-    """The episodes of a flat file; their names are numbers, from 0."""
+class D4rlReader:
+    """Reads the episodes of a flat file. Their keys are numbers from 0."""
 
     def __init__(
         self,
@@ -147,12 +144,12 @@ class D4rlSource:
     def read(self, key: str) -> Episode:
         i = int(key)
         start, stop = self._stops[i - 1] if i else 0, self._stops[i]
-        rows = {path: hdf5.rows(array, start, stop) for path, array in self._arrays.items()}
+        rows = {path: hdf5.read_rows(array, start, stop) for path, array in self._arrays.items()}
         try:
-            steps = LAYOUT.joined(rows, keep_next=self._keep_next)
+            steps = FIELD_MAPPING.to_store_fields(rows, keep_next=self._keep_next)
         except DataError as error:
-            raise DataError(f"{self.display}: episode {key}, from row {start} on: {error}") from error
-        flags = {name: bool(_is_set(array, stop - 1, stop)[0]) for name, array in self._flags.items()}
+            raise DataError(f"{self.display}: episode {key}, which starts at row {start}: {error}") from error
+        flags = {name: bool(_read_flags(array, stop - 1, stop)[0]) for name, array in self._flags.items()}
         is_timeout = flags.get("timeouts", False) or stop - start == self._max_episode_steps
         metadata: dict[str, Any] = {"timeout": True} if is_timeout and flags["terminals"] else {}
         if i == 0 and self._facts:
@@ -163,78 +160,68 @@ class D4rlSource:
         self._file.close()
 
 
-def open_sink(path: str | os.PathLike[str]) -> D4rlSink:
-    """Begin a file, or go on with one that is not finished."""
-    return D4rlSink(hdf5.Parts.begin(path, "d4rl"))
+def open_writer(path: str | os.PathLike[str]) -> D4rlWriter:
+    """Start a file, or continue an unfinished one."""
+    return D4rlWriter(Hdf5Output.begin(path, "d4rl"))
 
 
-class D4rlSink:
-    """A flat file on its way. Of metadata it has only those of the dataset, if they came from such a file."""
+class D4rlWriter(Hdf5Writer):
+    """Writes a flat file.
 
-    def __init__(self, parts: hdf5.Parts) -> None:
-        self._parts = parts
-        self._kinds: dict[str, str] | None = None  # what the first episode has
+    Metadata of episodes are dropped. Metadata of the dataset are kept if they were imported from a D4RL file.
+    """
 
-    @property
-    def display(self) -> str:
-        return self._parts.display
-
-    def done(self) -> Sequence[str]:
-        return self._parts.done()
-
-    def kept(self, episode: Episode) -> Episode:
-        return episode
+    def __init__(self, episodes: Hdf5Output) -> None:
+        super().__init__(episodes)
+        self._array_types: dict[str, str] | None = None  # of the first episode
 
     def write(self, episode: Episode) -> None:
-        arrays = LAYOUT.split(flatten(episode.steps))
+        arrays = FIELD_MAPPING.to_dataset_arrays(flatten(episode.steps))
         _check_names(arrays)
         n_steps = len(next(iter(arrays.values())))
         is_timeout = episode.truncated or bool(episode.metadata.get("timeout"))
         for name, is_set in zip(_FLAGS, (episode.terminated, is_timeout), strict=True):
             arrays[name] = np.zeros(n_steps, bool)
             arrays[name][-1] = is_set
-        self._check_same(arrays)
-        facts = mapping(mapping(episode.metadata.get("dataset")).get(_METADATA))
-        about = {f"{_METADATA}/{name}": restored(value) for name, value in facts.items()}
-        self._parts.write(episode.key, lambda group: _fill(group, {**arrays, **about}))
+        self._check_same_arrays(arrays)
+        facts = as_mapping(as_mapping(episode.metadata.get("dataset")).get(_METADATA))
+        values = {f"{_METADATA}/{name}": from_json_value(value) for name, value in facts.items()}
+        self._episodes.write(episode.key, lambda group: _write_group(group, {**arrays, **values}))
 
-    def _check_same(self, arrays: Mapping[str, Array]) -> None:
-        """Refuse an episode that has more or less than the first: all steps are rows of the same arrays."""
-        kinds = _kinds(arrays)
-        if self._kinds is None:
-            self._kinds = next((_kinds(hdf5.arrays(group, {_METADATA})) for group in self._parts), kinds)
-        if others := sorted(kinds.items() ^ self._kinds.items()):
-            raise DataError(f"'{others[0][0]}': expected {self._kinds} as the first episode has, got {kinds}")
-
-    def finish(self) -> None:
-        self._parts.finish(self._join)
+    def _check_same_arrays(self, arrays: Mapping[str, Array]) -> None:
+        """Refuse an episode whose arrays differ from the first one's: all steps are rows of the same arrays."""
+        types = _array_types(arrays)
+        if self._array_types is None:
+            written = (_array_types(hdf5.step_arrays(group, {_METADATA})) for group in self._episodes)
+            self._array_types = next(written, types)
+        if different := sorted(types.items() ^ self._array_types.items()):
+            raise DataError(
+                f"'{different[0][0]}': expected {self._array_types} as in the first episode, got {types}"
+            )
 
     def _join(self, whole: Any) -> None:
-        n_steps = sum(len(episode["terminals"]) for episode in self._parts)
+        n_steps = sum(len(episode["terminals"]) for episode in self._episodes)
         stop = 0
-        for episode in self._parts:
+        for episode in self._episodes:
             start, stop = stop, stop + len(episode["terminals"])
-            for path, array in hdf5.walk(episode):
+            for path, array in hdf5.iter_arrays(episode):
                 if path.startswith(f"{_METADATA}/"):
                     episode.copy(array, whole, name=path)
                     continue
-                into = whole.require_dataset(path, (n_steps, *array.shape[1:]), array.dtype, exact=True)
-                into[start:stop] = array[()]
-
-    def abandon(self) -> None:
-        self._parts.abandon()
+                joined = whole.require_dataset(path, (n_steps, *array.shape[1:]), array.dtype, exact=True)
+                joined[start:stop] = array[()]
 
 
-def _check_names(arrays: Iterable[str]) -> None:
-    for path in arrays:
+def _check_names(paths: Iterable[str]) -> None:
+    for path in paths:
         if path.split("/")[0] in (*_FLAGS, _METADATA):
-            raise DataError(f"field '{path}' stands where such files have something else; leave it out")
+            raise DataError(f"field '{path}' has a name that D4RL files use for something else; leave it out")
 
 
-def _kinds(arrays: Mapping[str, Any]) -> dict[str, str]:
+def _array_types(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {path: f"{array.dtype}{list(array.shape[1:])}" for path, array in arrays.items()}
 
 
-def _fill(group: Any, arrays: Mapping[str, Any]) -> None:
+def _write_group(group: Any, arrays: Mapping[str, Any]) -> None:
     for path, values in arrays.items():
         group[path] = values

@@ -1,4 +1,4 @@
-"""JSON files of others, read with care."""
+"""Read JSON files of datasets, which are not trusted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from trajstore.errors import FormatError, StoreNotFoundError
 _MAX_BYTES = 64 << 20
 
 
-def load_object(path: Path) -> dict[str, Any]:
-    """The object in a file.
+def load_json_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file.
 
     Raises:
-        StoreNotFoundError: There is no such file.
-        FormatError: It holds something else.
+        StoreNotFoundError: The file does not exist.
+        FormatError: The file is larger than 64 MiB, or does not hold a JSON object.
     """
     if not path.is_file():
         raise StoreNotFoundError(f"{path} is missing")

@@ -1,4 +1,4 @@
-"""Which rank gets which episodes: deterministic arithmetic on lengths, and the report of what became of them."""
+"""Which rank gets which episodes of a checkpoint: the assignment by a policy, and the resulting plan."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 
+from trajstore.distributed.incomplete_episodes import CAUSES
+from trajstore.distributed.partition_report import PartitionReport, count_by_rank
 from trajstore.errors import MissingExtraError
-from trajstore.format.spans import END_LABELS, End
+from trajstore.format.spans import END_LABELS
 from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.schema import Array
 
@@ -19,17 +21,19 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Policy = Literal["steps", "episodes", "contiguous", "interleaved"]
-Fate = Literal["keep", "drop", "truncate"]
-CAUSES = ("open", "headless", "cut")
-_MANY_PLACES = 1 << 12  # a heap is faster than the loop then
+_MAX_BINS_OF_LOOP = 1 << 12  # with more bins, a heap is faster than the compiled loop
 
 
-def deal(lengths: Array, n: int, policy: Policy = "steps") -> Array:
-    """The rank of each episode, given their lengths in order of arrival; a function of nothing else.
+def assign_episodes(lengths: Array, n_bins: int, policy: Policy = "steps") -> Array:
+    """Assign episodes to ranks, or to environments; returns the bin of each. Depends on nothing but the arguments.
 
-    ``steps``: longest first, each to the rank with fewest steps so far, so ranks differ by at most the longest
-    episode. ``episodes``: numbers of episodes differ by at most one; dealt by length, there and back.
-    ``contiguous``: blocks in order of arrival, cut where equal parts of all steps end. ``interleaved``: in turn.
+    Args:
+        lengths: Number of steps of each episode, in order of arrival.
+        n_bins: Number of ranks or environments.
+        policy: ``steps``: longest episode first, each to the bin with the fewest steps so far, so that bins differ
+            by at most the longest episode. ``episodes``: numbers of episodes differ by at most one; assigned by
+            length, to bins in turn, back and forth. ``contiguous``: runs of episodes in order of arrival with
+            about the same number of steps. ``interleaved``: to bins in turn, in order of arrival.
     """
     if policy not in get_args(Policy):
         raise ValueError(f"policy: expected one of {', '.join(get_args(Policy))}, got {policy!r}")
@@ -37,119 +41,63 @@ def deal(lengths: Array, n: int, policy: Policy = "steps") -> Array:
     if policy == "contiguous":
         before, total = np.cumsum(lengths) - lengths, max(1, int(lengths.sum()))
         middle: Array = (2 * before + lengths) / (2 * total)
-        return np.minimum((middle * n).astype(np.int64), n - 1)
-    in_turn = np.arange(len(lengths)) % n
+        return np.minimum((middle * n_bins).astype(np.int64), n_bins - 1)
+    in_turn = np.arange(len(lengths)) % n_bins
     if policy == "interleaved":
         return in_turn
-    order = np.argsort(-lengths, kind="stable")
-    rank = np.empty(len(lengths), np.int64)
+    longest_first = np.argsort(-lengths, kind="stable")
+    assigned = np.empty(len(lengths), np.int64)
     if policy == "episodes":
-        is_back = np.arange(len(lengths)) // n % 2 == 1
-        rank[order] = np.where(is_back, n - 1 - in_turn, in_turn)
+        is_backward = np.arange(len(lengths)) // n_bins % 2 == 1
+        assigned[longest_first] = np.where(is_backward, n_bins - 1 - in_turn, in_turn)
     else:
-        rank[order] = _least_loaded(lengths[order], n)
-    return rank
+        assigned[longest_first] = _assign_to_least_loaded(lengths[longest_first], n_bins)
+    return assigned
 
 
-def _least_loaded(lengths: Array, n: int) -> Array:
-    kernels = compiled_loops(torch.device("cpu"), True, "partition_loops")
-    if kernels is not None and n <= _MANY_PLACES:
-        found: Array = kernels.least_loaded(lengths, n)
-        return found
-    return least_loaded(lengths, n)
+def _assign_to_least_loaded(lengths: Array, n_bins: int) -> Array:
+    loops = compiled_loops(torch.device("cpu"), True, "partition_loops")
+    if loops is not None and n_bins <= _MAX_BINS_OF_LOOP:
+        assigned: Array = loops.least_loaded(lengths, n_bins)
+        return assigned
+    return least_loaded(lengths, n_bins)
 
 
-def least_loaded(lengths: Array, n: int) -> Array:
-    """What the compiled loop does, with a heap."""
-    heap = [(0, k) for k in range(n)]
-    place = np.empty(len(lengths), np.int64)
+def least_loaded(lengths: Array, n_bins: int) -> Array:
+    """The same result as the compiled loop of this name, with a heap: each length to the bin with the least sum."""
+    heap = [(0, k) for k in range(n_bins)]
+    assigned = np.empty(len(lengths), np.int64)
     for i, length in enumerate(lengths.tolist()):
         load, k = heap[0]
         heapq.heapreplace(heap, (load + length, k))
-        place[i] = k
-    return place
-
-
-def fates(incomplete: str | Mapping[str, str]) -> dict[str, str]:
-    """What becomes of incomplete episodes, by cause.
-
-    Raises:
-        ValueError: It is none of keep, drop and truncate, or there is no such cause.
-    """
-    given = dict.fromkeys(CAUSES, incomplete) if isinstance(incomplete, str) else dict(incomplete)
-    if unknown := given.keys() - set(CAUSES):
-        raise ValueError(f"incomplete: expected any of {', '.join(CAUSES)}, got {', '.join(map(repr, unknown))}")
-    for cause, fate in given.items():
-        if fate not in get_args(Fate):
-            raise ValueError(f"incomplete, {cause}: expected one of {', '.join(get_args(Fate))}, got {fate!r}")
-    return dict.fromkeys(CAUSES, "keep") | given
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionReport:
-    """What became of the episodes of a checkpoint: counts of episodes and steps.
-
-    Attributes:
-        policy: How they were dealt out.
-        n_sources: Ranks that saved the checkpoint.
-        ranks: By new rank: ``episodes`` and ``steps``, and how many of these are ``open``, ``headless`` or ``cut``
-            (an episode may be several of them).
-        dropped: By cause and rank that saved it: what was left out.
-        truncated: The same for what is shown as if it began or ended where its steps do.
-        longest: Steps of the longest episode that was kept.
-    """
-
-    policy: str
-    n_sources: int
-    ranks: list[dict[str, Any]]
-    dropped: dict[str, list[dict[str, int]]]
-    truncated: dict[str, list[dict[str, int]]]
-    longest: int
-
-    def total(self, kind: Literal["dropped", "truncated"], cause: str | None = None) -> dict[str, int]:
-        """Sum over all ranks that saved the checkpoint, and over all causes."""
-        chosen = self.dropped if kind == "dropped" else self.truncated
-        counts = [c for name, by_rank in chosen.items() if cause in (None, name) for c in by_rank]
-        return {what: sum(c[what] for c in counts) for what in ("episodes", "steps")}
-
-    def __str__(self) -> str:
-        lines = [f"{self.n_sources} -> {len(self.ranks)} ranks, by {self.policy}; longest {self.longest} steps"]
-        for rank, counts in enumerate(self.ranks):
-            flagged = ", ".join(
-                f"{cause} {counts[cause]['episodes']} ({counts[cause]['steps']})" for cause in CAUSES
-            )
-            lines.append(f"  rank {rank}: {counts['episodes']} episodes, {counts['steps']} steps; {flagged}")
-        for kind in ("dropped", "truncated"):
-            for cause in CAUSES:
-                counts = self.total(kind, cause)
-                if counts["episodes"]:
-                    lines.append(f"  {kind}, {cause}: {counts['episodes']} episodes, {counts['steps']} steps")
-        return "\n".join(lines)
+        assigned[i] = k
+    return assigned
 
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """Which rank gets which episodes of a checkpoint, one row each, in order of arrival.
+    """Which rank gets which episodes of a checkpoint; one row per episode, in order of arrival.
 
     Attributes:
         checkpoint: Id of the checkpoint.
-        world_size: Number of ranks that they go to.
-        policy: How they are dealt out; ``unchanged``: every episode stays where it is.
-        incomplete: What becomes of incomplete ones, by cause.
-        streams: Ids that ``stream`` numbers.
-        stream: By episode, the stream that holds it.
-        episode: Its number there.
-        t: Its first step that is left.
-        length: Steps that are left.
-        end: How it ended, as `End`; open where it had no end yet.
-        holder: The rank that had it when the checkpoint was saved.
+        world_size: Number of ranks that get the episodes.
+        policy: How episodes are assigned; ``unchanged``: every rank keeps its own.
+        incomplete: What happens to incomplete episodes, by cause.
+        streams: Ids of the streams that ``stream`` numbers.
+        stream: By episode, the number of the stream that holds it.
+        episode: Its number in the stream.
+        t: Its first step that was not evicted.
+        length: Its number of steps from ``t`` on.
+        end: How it ended, as `End`; open if it had not ended yet.
+        holder: The rank that held it when the checkpoint was saved.
         source_rank: The rank that recorded it.
         source_env: The environment that recorded it.
-        flags: What a redistribution before has made of its end, as the index has it.
-        begin: The step that a redistribution before has made its first; far beyond all steps: none.
+        flags: Flags that an earlier redistribution has set, as in the episode index.
+        begin: The step that an earlier redistribution has made its first; beyond all steps: none has.
         rank: The rank that gets it; -1: none, it is dropped.
-        env: Its environment there.
+        env: Its environment at that rank.
         n_sources: Number of ranks that saved the checkpoint.
+        is_cause: By cause, which episodes are incomplete for it.
     """
 
     checkpoint: str
@@ -177,37 +125,40 @@ class Partitions:
         return len(self.stream)
 
     def of(self, rank: int) -> Array:
-        """Rows of the episodes that a rank gets."""
+        """Positions of the episodes that a rank gets."""
         return np.flatnonzero(self.rank == rank)
 
     def fate(self, cause: str, fate: str) -> Array:
-        """Which episodes this happens to for this cause."""
+        """Which episodes are incomplete for this cause and have this fate, as a mask."""
         chosen: Array = self.is_cause[cause] & (self.incomplete[cause] == fate)
         return chosen
 
     @property
     def report(self) -> PartitionReport:
-        """Counts of what is kept, flagged and dropped, by rank and cause."""
+        """Counts of kept, flagged and dropped episodes and steps, by rank and cause."""
         kept = self.rank >= 0
         ranks = []
-        totals = _counts(self.rank, self.length, kept, self.world_size)
-        flagged = {c: _counts(self.rank, self.length, kept & self.is_cause[c], self.world_size) for c in CAUSES}
+        totals = count_by_rank(self.rank, self.length, kept, self.world_size)
+        flagged = {
+            c: count_by_rank(self.rank, self.length, kept & self.is_cause[c], self.world_size) for c in CAUSES
+        }
         for rank, counts in enumerate(totals):
             ranks.append({**counts, **{cause: by_rank[rank] for cause, by_rank in flagged.items()}})
-        left = np.ones(len(self), bool)
+        uncounted = np.ones(len(self), bool)
         dropped = {}
-        for cause in CAUSES:  # each is counted once, for the first cause that it goes for
-            chosen = self.fate(cause, "drop") & left
-            left &= ~chosen
-            dropped[cause] = _counts(self.holder, self.length, chosen, self.n_sources)
+        for cause in CAUSES:  # an episode is counted once, for the first cause that drops it
+            chosen = self.fate(cause, "drop") & uncounted
+            uncounted &= ~chosen
+            dropped[cause] = count_by_rank(self.holder, self.length, chosen, self.n_sources)
         truncated = {
-            c: _counts(self.holder, self.length, self.fate(c, "truncate") & kept, self.n_sources) for c in CAUSES
+            c: count_by_rank(self.holder, self.length, self.fate(c, "truncate") & kept, self.n_sources)
+            for c in CAUSES
         }
         longest = int(self.length[kept].max(initial=0))
         return PartitionReport(self.policy, self.n_sources, ranks, dropped, truncated, longest)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row an episode: where it is, where it comes from, and who gets it.
+        """The plan as a table, one row per episode.
 
         Raises:
             MissingExtraError: pandas is not installed.
@@ -229,35 +180,27 @@ class Partitions:
 
 
 class RankEpisodes:
-    """The episodes of a plan that one rank gets, in order of arrival."""
+    """The episodes of a plan that one rank gets, in order of arrival.
+
+    Attributes:
+        positions: Their positions in the plan.
+    """
 
     def __init__(self, plan: Partitions, rank: int) -> None:
         self._plan = plan
-        self.rows = plan.of(rank)  # their rows in the plan
+        self.positions = plan.of(rank)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.positions)
 
     @property
     def n_steps(self) -> int:
-        return int(self._plan.length[self.rows].sum())
+        return int(self._plan.length[self.positions].sum())
 
     def columns(self, *names: str) -> list[Array]:
-        """Columns of the plan, for these episodes."""
-        return [getattr(self._plan, name)[self.rows] for name in names]
+        """Attributes of the plan by name, for these episodes only."""
+        return [getattr(self._plan, name)[self.positions] for name in names]
 
     def held_by(self, holder: int) -> Array:
-        """Positions, among these episodes, of those that an old rank had."""
-        return np.flatnonzero(self._plan.holder[self.rows] == holder)
-
-
-def _counts(rank: Array, length: Array, chosen: Array, n: int) -> list[dict[str, int]]:
-    episodes = np.bincount(rank[chosen], minlength=n)
-    steps = np.bincount(rank[chosen], length[chosen], minlength=n)
-    return [{"episodes": int(e), "steps": int(s)} for e, s in zip(episodes, steps, strict=True)]
-
-
-def causes(end: Array, t: Array, begin: Array | None = None) -> dict[str, Array]:
-    """Why episodes are incomplete, as masks by cause; what begins where its steps do is not."""
-    is_headless = t > 0 if begin is None else (t > 0) & (t != begin)
-    return {"open": end == End.OPEN, "headless": is_headless, "cut": end == End.CUT}
+        """Positions, among these episodes, of those that an old rank held."""
+        return np.flatnonzero(self._plan.holder[self.positions] == holder)

@@ -7,34 +7,36 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from trajstore.errors import FormatError, RankError
-from trajstore.format.zarr_json import FORMAT, group_bytes, parse_json, trajstore_attributes
+from trajstore.distributed.world_records import member_bytes, member_key, read_member
+from trajstore.errors import RankError
 from trajstore.storage import Storage
 
 _MAX_NOTE_BYTES = 16 << 20
 
 
 class RankNotes(Protocol):
-    """Notes by rank and key. A rank writes its own and reads those of all; a later note replaces an earlier one.
+    """Notes by rank and key. A rank writes its own notes and reads those of all ranks.
+
+    A later note of the same rank and key replaces the earlier one. Notes are JSON values.
 
     Attributes:
-        poll_s: How long to wait at most before looking again.
+        poll_s: Longest time to wait before reading again, in seconds.
     """
 
     poll_s: float
 
     def post(self, key: str, note: Any) -> None:
-        """Leave a note, or take it away (None); others see it when this returns."""
+        """Leave a note, or remove it (None); other ranks see it when this returns."""
 
     def post_all(self, notes: Mapping[str, Any]) -> None:
-        """Leave several at once."""
+        """Leave or remove several notes."""
 
     def read(self, ranks: Iterable[int], key: str) -> dict[int, Any]:
-        """The notes of some ranks, as far as there are any."""
+        """The notes under a key, by rank; ranks without such a note are left out."""
 
 
 class LocalNotes:
-    """Notes of a rank that is alone."""
+    """Notes of a single rank, in memory."""
 
     poll_s = 0.01
 
@@ -53,17 +55,25 @@ class LocalNotes:
 
 
 class StoreNotes:
-    """Notes in the store: one small object a rank, which that rank alone writes."""
+    """Notes in the store: one small object per rank, which only that rank writes. Safe to use from several threads.
+
+    Args:
+        storage: Of the store.
+        world: Id of the world.
+        rank: The rank whose notes this object posts.
+        nonce: Identifies this process.
+        notes: Notes that the rank has left before.
+    """
 
     def __init__(
         self, storage: Storage, world: str, rank: int, nonce: str, notes: Mapping[str, Any] | None = None
     ) -> None:
-        self.poll_s = poll_s(storage)
+        self.poll_s = longest_poll_s(storage)
         self._storage = storage
         self._world = world
         self._rank = rank
         self._nonce = nonce
-        self._lock = threading.Lock()  # puts of several threads must not overtake each other
+        self._lock = threading.Lock()  # an older put must not replace a newer one
         self._notes: dict[str, Any] = dict(notes or {})
 
     def post(self, key: str, note: Any) -> None:
@@ -71,61 +81,33 @@ class StoreNotes:
 
     def post_all(self, notes: Mapping[str, Any]) -> None:
         with self._lock:
-            all_ = {name: value for name, value in {**self._notes, **notes}.items() if value is not None}
-            self._storage.put(member_key(self._world, self._rank), member_bytes(self._nonce, all_))
-            self._notes = all_
+            kept = {name: value for name, value in {**self._notes, **notes}.items() if value is not None}
+            self._storage.put(member_key(self._world, self._rank), member_bytes(self._nonce, kept))
+            self._notes = kept
 
     def read(self, ranks: Iterable[int], key: str) -> dict[int, Any]:
         wanted = list(ranks)
-        found = self._storage.map(lambda rank: read_member(self._storage, self._world, rank), wanted)
+        members = self._storage.map(lambda rank: read_member(self._storage, self._world, rank), wanted)
         notes = {
-            rank: member["notes"].get(key) for rank, member in zip(wanted, found, strict=True) if member is not None
+            rank: member["notes"].get(key)
+            for rank, member in zip(wanted, members, strict=True)
+            if member is not None
         }
         return {rank: note for rank, note in notes.items() if note is not None}
 
 
-def world_key(world: str) -> str:
-    return f"worlds/{world}/zarr.json"
-
-
-def member_key(world: str, rank: int) -> str:
-    return f"worlds/{world}/{rank}/zarr.json"
-
-
-def member_bytes(nonce: str, notes: Mapping[str, Any]) -> bytes:
-    own = {"format": FORMAT, "kind": "member", "nonce": nonce, "notes": dict(notes)}
-    return group_bytes(own)
-
-
-def read_group(storage: Storage, key: str, kind: str) -> tuple[dict[str, Any] | None, str]:
-    """The attributes of a group of some kind, None where there is none; and what to call it in messages."""
-    what = f"{storage.display}/{key}"
-    try:
-        data = storage.get(key)
-    except FileNotFoundError:
-        return None, what
-    return trajstore_attributes(parse_json(data, what), kind, what), what
-
-
-def poll_s(storage: Storage) -> float:
-    """How long to wait at most before looking again at what others put there."""
+def longest_poll_s(storage: Storage) -> float:
+    """The longest time to wait, in seconds, before reading again what other ranks put into a store."""
     return 0.5 if storage.is_remote else 0.05
 
 
-def read_member(storage: Storage, world: str, rank: int) -> dict[str, Any] | None:
-    """What a rank has to say of itself; None while it has not come.
-
-    Raises:
-        FormatError: It is not what a rank writes.
-    """
-    own, what = read_group(storage, member_key(world, rank), "member")
-    if own is not None and not (isinstance(own.get("notes"), dict) and isinstance(own.get("nonce"), str)):
-        raise FormatError(f"{what}: expected a nonce and notes")
-    return own
-
-
 class TorchNotes:
-    """Notes in the key-value store of torch.distributed, which every process group has, whatever its backend."""
+    """Notes in the key-value store of torch.distributed, which every process group has, whatever its backend.
+
+    Args:
+        store: The key-value store.
+        rank: The rank whose notes this object posts.
+    """
 
     poll_s = 0.02
 
@@ -139,36 +121,36 @@ class TorchNotes:
 
     def post(self, key: str, note: Any) -> None:
         if note is None:
-            self._drop(key)
+            self._remove(key)
             return
         text = json.dumps(note, allow_nan=False).encode()
         if len(text) > _MAX_NOTE_BYTES:
-            raise RankError(f"a note of {len(text)} bytes for other ranks; at most {_MAX_NOTE_BYTES}")
+            raise RankError(f"note '{key}': expected at most {_MAX_NOTE_BYTES} bytes, got {len(text)}")
         try:
             self._store.set(f"{key}/{self._rank}", text)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _unreachable(error) from error
 
     def read(self, ranks: Iterable[int], key: str) -> dict[int, Any]:
         found = {}
         try:
             for rank in ranks:
                 name = f"{key}/{rank}"
-                if self._store.check([name]):  # get would wait for it, and keep all other threads from the store
+                if self._store.check([name]):  # get would wait for it, and block all other threads' calls
                     found[rank] = json.loads(bytes(self._store.get(name)))
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _unreachable(error) from error
         return found
 
-    def _drop(self, key: str) -> None:
+    def _remove(self, key: str) -> None:
         try:
             self._store.delete_key(f"{key}/{self._rank}")
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _unreachable(error) from error
 
 
-def _lost(error: Exception) -> RankError:
-    first = str(error).partition("\n")[0]
+def _unreachable(error: Exception) -> RankError:
+    first_line = str(error).partition("\n")[0]
     return RankError(
-        f"the store of torch.distributed is out of reach (is the process that hosts it dead?): {first}"
+        f"the store of torch.distributed is out of reach (is the process that hosts it dead?): {first_line}"
     )

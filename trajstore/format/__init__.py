@@ -1,1 +1,4 @@
-"""What is on disk: array layout and codecs, commit and checkpoint records, spans, the episode table."""
+"""The format on disk, as docs/format.md specifies it: arrays, records, spans and the episode table.
+
+No module here reads or writes objects: they turn bytes and JSON into checked values and back.
+"""

@@ -1,8 +1,7 @@
-"""Layout and codec of one array: rows to chunk objects and back, and its Zarr metadata.
+"""Layout of one array: its chunking and codec, chunk objects from rows and back, and its Zarr metadata.
 
-The only module that knows numcodecs. It reads and writes chunk objects directly, because
-``zarr.Array[...]`` costs a millisecond a chunk in event-loop and thread hops; property tests hold
-the two together.
+trajstore encodes and decodes chunk objects itself, because ``zarr.Array[...]`` costs about a millisecond per
+chunk in event-loop and thread hops. Property tests check that zarr reads the same values.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from trajstore.errors import FormatError, SchemaError
-from trajstore.format.codec import _CRC_BYTES, Codec, bounded_integer
+from trajstore.format.codec import CRC_BYTES, Codec
+from trajstore.format.json_values import MAX_ROWS, parse_bounded_integer
 from trajstore.schema import DTYPES, Array, Field
 
 MAX_CHUNK_BYTES = 1 << 30
-MAX_ROWS = 1 << 62
 _NARROW_CHUNK_BYTES = 256 << 10
 _WIDE_CHUNK_BYTES = 1 << 20
 _WIDE_ROW_BYTES = 4096
@@ -27,9 +26,9 @@ _MAX_CHANNELS = 16
 
 
 def chunk_rows_for(spec: Field, commit_steps: int | None) -> int:
-    """Rows in a chunk of a field: a power of two, by the size of a row and what a commit adds.
+    """Rows in a chunk of a field: the field's own choice, else a power of two that depends on the size of a row.
 
-    A chunk much larger than a commit would be rewritten at every commit, so it holds at most 16 of them.
+    A part-filled chunk is rewritten at every commit, so a chunk holds the rows of at most 16 commits.
     """
     if spec.chunk_rows is not None:
         return spec.chunk_rows
@@ -41,10 +40,11 @@ def chunk_rows_for(spec: Field, commit_steps: int | None) -> int:
 
 
 def codec_for(spec: Field, chunk_rows: int) -> Codec:
-    """The codec of a field: its own choice, else by measurement.
+    """The codec of a field: the field's own choice, else the one that measured best for its dtype.
 
-    Bytes get zstd, because frames repeat from row to row; where a short last axis holds channels or stacked frames
-    they are taken apart first, with blosc's shuffle in one block as large as the chunk. Wider types get blosc-lz4.
+    One-byte types use zstd, because frames repeat from row to row. Where a short last axis holds channels or
+    stacked frames, blosc's shuffle separates them first, in one block as large as the chunk. Wider types use
+    blosc-lz4.
     """
     if spec.codec is not None:
         return Codec.parse(spec.codec)
@@ -55,7 +55,7 @@ def codec_for(spec: Field, chunk_rows: int) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """Everything about an array but its length: dtype, shape of a row, chunking and codec."""
+    """Everything about an array except its length: dtype, shape of a row, chunking and codec."""
 
     dtype: np.dtype[Any]
     row_shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class ArrayLayout:
 
     @staticmethod
     def of(spec: Field, commit_steps: int | None = None) -> ArrayLayout:
-        """The layout of a field's column: its own overrides, else defaults from measurement."""
+        """The layout of a field's column: the field's own choices, else measured defaults."""
         attributes = (("trajstore_dtype", "bfloat16"),) if spec.dtype == "bfloat16" else ()
         rows = chunk_rows_for(spec, commit_steps)
         layout = ArrayLayout(spec.storage_dtype, spec.shape, rows, codec_for(spec, rows), attributes)
@@ -75,6 +75,11 @@ class ArrayLayout:
         return layout
 
     def check(self) -> None:
+        """Refuse a chunk of more than `MAX_CHUNK_BYTES`.
+
+        Raises:
+            SchemaError: It is larger.
+        """
         if self.chunk_bytes > MAX_CHUNK_BYTES:
             raise SchemaError(
                 f"a chunk takes {self.chunk_bytes} bytes, at most {MAX_CHUNK_BYTES}; lower chunk_rows"
@@ -92,7 +97,7 @@ class ArrayLayout:
         return np.zeros((self.chunk_rows, *self.row_shape), self.dtype)
 
     def chunk_key(self, index: int) -> str:
-        """Name of the object that holds chunk ``index`` (of its shard, when the array is sharded)."""
+        """Name of the object that holds chunk ``index``: the chunk, or its shard if the array is sharded."""
         if self.shard_rows is not None:
             index = index // self.chunks_per_shard
         return ".".join(("c", str(index), *("0" for _ in self.row_shape)))
@@ -101,25 +106,25 @@ class ArrayLayout:
     def chunks_per_shard(self) -> int:
         return 1 if self.shard_rows is None else self.shard_rows // self.chunk_rows
 
-    def encode(self, block: Array) -> bytes:
-        return self.codec.encode(block)
+    def encode(self, chunk: Array) -> bytes:
+        return self.codec.encode(chunk)
 
     def decode(self, data: bytes | memoryview, out: Array) -> None:
         self.codec.decode(data, out)
 
     def decode_new(self, data: bytes | memoryview) -> Array:
-        """Decode into a new block, allocated once the data says that it holds one."""
+        """Decode into a new array, allocated only if the data declares the size of a chunk."""
         self.codec.check_size(data, self.chunk_bytes)
-        block = np.empty((self.chunk_rows, *self.row_shape), self.dtype)
-        self.codec.decode(data, block)
-        return block
+        chunk = np.empty((self.chunk_rows, *self.row_shape), self.dtype)
+        self.codec.decode(data, chunk)
+        return chunk
 
     @property
     def shard_index_bytes(self) -> int:
-        return 16 * self.chunks_per_shard + _CRC_BYTES
+        return 16 * self.chunks_per_shard + CRC_BYTES
 
     def decode_shard_index(self, data: bytes) -> Array:
-        """The (offset, size) pairs of a shard's chunks, checked."""
+        """The (offset, size) pairs of a shard's chunks, after a check of the index's checksum."""
         out = np.empty((self.chunks_per_shard, 2), np.uint64)
         Codec("none").decode(data, out)
         return out
@@ -164,10 +169,10 @@ class ArrayLayout:
 
     @staticmethod
     def from_metadata(data: object, path: str) -> tuple[ArrayLayout, int]:
-        """Read an array's metadata, trusting nothing: the layout and the number of rows.
+        """Parse an array's metadata, which may be hostile: the layout and the number of rows.
 
         Raises:
-            FormatError: It is malformed, absurd in size, or uses a feature format 1 does not.
+            FormatError: It is malformed, too large, or uses a feature that format 1 does not have.
         """
         try:
             layout, rows = _parse_array(data)
@@ -192,12 +197,12 @@ def _parse_array(data: Any) -> tuple[ArrayLayout, int]:
     attributes = data.get("attributes", {})
     layout = ArrayLayout(
         np.dtype(data["data_type"]),
-        tuple(bounded_integer(n, 1, MAX_CHUNK_BYTES) for n in shape[1:]),
-        bounded_integer(chunk_shape[0], 1, MAX_CHUNK_BYTES),
+        tuple(parse_bounded_integer(n, 1, MAX_CHUNK_BYTES) for n in shape[1:]),
+        parse_bounded_integer(chunk_shape[0], 1, MAX_CHUNK_BYTES),
         Codec("none"),
         tuple(attributes.items()),
     )
-    return _with_codecs(layout, data["codecs"]), bounded_integer(shape[0], 0, MAX_ROWS)
+    return _with_codecs(layout, data["codecs"]), parse_bounded_integer(shape[0], 0, MAX_ROWS)
 
 
 def _with_codecs(layout: ArrayLayout, codecs: list[dict[str, Any]]) -> ArrayLayout:
@@ -215,7 +220,7 @@ def _with_codecs(layout: ArrayLayout, codecs: list[dict[str, Any]]) -> ArrayLayo
 
 
 def _with_sharding(layout: ArrayLayout, configuration: dict[str, Any]) -> ArrayLayout:
-    inner = bounded_integer(configuration["chunk_shape"][0], 1, MAX_CHUNK_BYTES)
+    inner = parse_bounded_integer(configuration["chunk_shape"][0], 1, MAX_CHUNK_BYTES)
     if configuration["chunk_shape"][1:] != list(layout.row_shape) or layout.chunk_rows % inner:
         raise FormatError(f"inner chunks {configuration['chunk_shape']!r:.80} do not divide the shard along rows")
     if layout.chunk_rows // inner > 1 << 20:

@@ -1,20 +1,27 @@
-"""The record of a checkpoint: one object, that says which rows of which streams it shows."""
+"""The record of a checkpoint: one object that says which rows of which streams the checkpoint shows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trajstore.errors import CorruptionError, DataError, FormatError
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.commit_record import CommitRecord, Replaces, SessionView, check_count, stream_layouts
-from trajstore.format.ids import is_stream_id
+from trajstore.format.commit_record import CommitRecord, Replaces, SessionView, stream_layouts
+from trajstore.format.json_values import (
+    parse_count,
+    parse_id,
+    parse_optional_count,
+    parse_optional_text,
+    parse_seconds,
+    parse_text,
+)
 from trajstore.format.zarr_json import (
     FORMAT,
     GROUP,
     MAX_RECORD_BYTES,
+    NO_CHECKSUM,
     check_checksum,
     parse_json,
     to_json_bytes,
@@ -26,15 +33,16 @@ from trajstore.schema import Schema
 
 @dataclass(frozen=True, slots=True)
 class StreamExtent:
-    """What a view shows of one stream: rows ``[first, stop)``, of its first ``spans`` spans.
+    """The part of one stream that a checkpoint shows: rows ``[first, stop)`` of its first ``spans`` spans.
 
     Attributes:
         first: First row.
-        stop: Row after the last.
-        spans: How many of the stream's spans.
-        text_bytes: How much of their text.
-        record: The stream's record, cut to this; None where the stream goes on and its own is to be read.
-        discarded: Episodes that are not shown, by number.
+        stop: Row after the last one.
+        spans: Number of spans, from the stream's first.
+        text_bytes: Bytes of the stream's text.
+        record: The stream's record, truncated to this extent; None if the stream may still grow, so that its own
+            record must be read.
+        discarded: Numbers of the episodes that are not shown.
     """
 
     first: int
@@ -44,15 +52,19 @@ class StreamExtent:
     record: CommitRecord | None = None
     discarded: tuple[int, ...] = ()
 
-    def of(self, record: CommitRecord) -> CommitRecord:
-        """The record of a stream that ends here: its arrays only grow, so a prefix of them is what they were.
+    def truncate(self, record: CommitRecord) -> CommitRecord:
+        """The stream's record as if the stream ended with this extent.
+
+        Arrays only grow, so their prefixes are what they were when the checkpoint was taken.
 
         Raises:
-            CorruptionError: The stream has less than this.
+            CorruptionError: The stream has fewer rows, spans or text than this extent.
         """
-        mine, its = (self.stop, self.spans, self.text_bytes), (record.rows, record.spans, record.text_bytes)
-        if any(n > there for n, there in zip(mine, its, strict=True)):
-            raise CorruptionError(f"stream '{record.id}' has (rows, spans, text) {its}, {mine} are wanted")
+        expected, got = (self.stop, self.spans, self.text_bytes), (record.rows, record.spans, record.text_bytes)
+        if any(wanted > present for wanted, present in zip(expected, got, strict=True)):
+            raise CorruptionError(
+                f"stream '{record.id}': expected at least (rows, spans, text bytes) {expected}, got {got}"
+            )
         discarded = {record.shown_as: self.discarded} if self.discarded else {}
         return replace(
             record,
@@ -69,19 +81,19 @@ class StreamExtent:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A named cut across streams.
+    """A named state of several streams, as far as its record tells.
 
     Attributes:
-        id: ``<name>-<unique id>``.
-        name: What it was called; several may have the same.
+        id: ``<name>-<unique part>``.
+        name: The name it was given; several checkpoints may have the same.
         created_at: UNIX seconds.
         parent: Id of the checkpoint that the session continued; None for a first one.
-        world: The set of sessions that took it.
-        streams: What it shows of each stream, by id.
-        is_complete: Whether all of it is there.
-        ancestors: Ids of those that the parent descends from, oldest first, as far as there were any left.
-        pinned_at: UNIX seconds when it was begun; None once it is complete.
-        n_ranks: How many ranks took it, each with a part of its own below it; None where a single session did.
+        world: Id of the set of sessions that took it.
+        streams: The extent that it shows of each stream, by id.
+        is_complete: Whether all of it is written.
+        ancestors: Ids of the checkpoints that the parent descends from, oldest first; removed ones may be missing.
+        pinned_at: UNIX seconds when writing it began; None once it is complete.
+        n_ranks: Number of ranks that took it, each with its own part below it; None if a single session took it.
     """
 
     id: str
@@ -97,18 +109,22 @@ class Checkpoint:
 
 
 def checkpoint_to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes: Mapping[str, Any] | None) -> bytes:
-    """The record of a checkpoint, with what is said of its state, and the nodes below its group.
+    """The bytes of a checkpoint's record.
 
-    ``nodes`` is None where they are not known all at once: walkers list them then.
+    Args:
+        checkpoint: The checkpoint.
+        state: The description of its state.
+        nodes: Metadata of the groups and arrays below its group, by path; None if they are not all known, so that
+            Zarr readers must list them.
 
     Raises:
-        DataError: It is absurdly long.
+        DataError: The record is larger than `MAX_RECORD_BYTES`.
     """
-    kinds = _Kinds()
+    kinds = _StreamKinds()
     own = {
         "format": FORMAT,
         "kind": "checkpoint",
-        "crc32c": "00000000",
+        "crc32c": NO_CHECKSUM,
         "complete": checkpoint.is_complete,
         "id": checkpoint.id,
         "name": checkpoint.name,
@@ -118,7 +134,7 @@ def checkpoint_to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes:
         "ancestors": list(checkpoint.ancestors),
         "world": checkpoint.world,
         "ranks": checkpoint.n_ranks,
-        "streams": {stream: _cut_json(cut, kinds) for stream, cut in checkpoint.streams.items()},
+        "streams": {stream: _extent_to_json(extent, kinds) for stream, extent in checkpoint.streams.items()},
         "kinds": kinds.known,
         "state": state,
     }
@@ -131,14 +147,15 @@ def checkpoint_to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes:
     return data
 
 
-class _Kinds:
-    """What streams have in common, said once: a schema and the layout of the arrays that follow from it."""
+class _StreamKinds:
+    """Schemas and array layouts that several streams share; the record holds each of them once."""
 
     def __init__(self) -> None:
         self.known: list[dict[str, Any]] = []
         self._numbers: dict[bytes, int] = {}
 
     def number(self, record: CommitRecord) -> int:
+        """The position of a stream's schema and layouts in ``known``, added if new."""
         arrays = {path: layout.metadata(0) for path, layout in record.layouts.items()}
         kind = {"schema": record.schema.to_json(), "arrays": arrays}
         number = self._numbers.setdefault(to_json_bytes(kind), len(self.known))
@@ -147,18 +164,19 @@ class _Kinds:
         return number
 
 
-def _cut_json(cut: StreamExtent, kinds: _Kinds) -> dict[str, Any]:
+def _extent_to_json(extent: StreamExtent, kinds: _StreamKinds) -> dict[str, Any]:
+    record = None if extent.record is None else extent.truncate(extent.record)
     return {
-        "first": cut.first,
-        "stop": cut.stop,
-        "spans": cut.spans,
-        "text_bytes": cut.text_bytes,
-        "discarded": list(cut.discarded),
-        "record": None if cut.record is None else _record_json(cut.of(cut.record), kinds),
+        "first": extent.first,
+        "stop": extent.stop,
+        "spans": extent.spans,
+        "text_bytes": extent.text_bytes,
+        "discarded": list(extent.discarded),
+        "record": None if record is None else _record_to_json(record, kinds),
     }
 
 
-def _record_json(record: CommitRecord, kinds: _Kinds) -> dict[str, Any]:
+def _record_to_json(record: CommitRecord, kinds: _StreamKinds) -> dict[str, Any]:
     return {
         "kind": kinds.number(record),
         "name": record.name,
@@ -175,18 +193,26 @@ def _record_json(record: CommitRecord, kinds: _Kinds) -> dict[str, Any]:
 def parse_checkpoint(
     data: bytes, checkpoint_id: str, where: str
 ) -> tuple[Checkpoint, dict[str, Any], dict[str, Any]]:
-    """Read a record, trusting nothing in it: the checkpoint, what is said of its state, and the nodes below it.
+    """Parse a record, which may be damaged or hostile.
+
+    Args:
+        data: The bytes of the object.
+        checkpoint_id: Id of the checkpoint, which the record must name.
+        where: The store, for messages.
+
+    Returns:
+        The checkpoint, the description of its state, and metadata of the nodes below it, by path.
 
     Raises:
-        FormatError: It is malformed, of another format, or not what was written.
+        FormatError: It is malformed, of another format, or its checksum does not match.
     """
     what = f"{where}/checkpoints/{checkpoint_id}"
     parsed = parse_json(data, what)
     own = trajstore_attributes(parsed, "checkpoint", what)
     check_checksum(data, what)
     try:
-        checkpoint = _checkpoint(own)
-        about = dict(own["state"])
+        checkpoint = _parse_checkpoint(own)
+        state = dict(own["state"])
         nodes = dict(parsed["consolidated_metadata"]["metadata"]) if checkpoint.n_ranks is None else {}
     except FormatError as error:
         raise FormatError(f"{what}: {error}") from error
@@ -194,30 +220,30 @@ def parse_checkpoint(
         raise FormatError(f"{what}: checkpoint is malformed: {error!r:.300}") from error
     if checkpoint.id != checkpoint_id:
         raise FormatError(f"{what}: checkpoint names itself {checkpoint.id!r:.80}")
-    return checkpoint, about, nodes
+    return checkpoint, state, nodes
 
 
-def _checkpoint(own: Mapping[str, Any]) -> Checkpoint:
-    kinds = [_kind(data) for data in own["kinds"]]
+def _parse_checkpoint(own: Mapping[str, Any]) -> Checkpoint:
+    kinds = [_parse_kind(data) for data in own["kinds"]]
     checkpoint = Checkpoint(
-        id=_id(own["id"]),
-        name=_text(own["name"]),
-        created_at=_seconds(own["created_at"]),
-        parent=None if own["parent"] is None else _id(own["parent"]),
-        world=None if own["world"] is None else _text(own["world"]),
-        streams={_id(stream): _cut(stream, data, kinds) for stream, data in own["streams"].items()},
+        id=parse_id(own["id"]),
+        name=parse_text(own["name"]),
+        created_at=parse_seconds(own["created_at"]),
+        parent=None if own["parent"] is None else parse_id(own["parent"]),
+        world=parse_optional_text(own["world"]),
+        streams={parse_id(stream): _parse_extent(stream, data, kinds) for stream, data in own["streams"].items()},
         is_complete=own["complete"] is True,
-        ancestors=tuple(_id(id_) for id_ in own["ancestors"]),
-        pinned_at=None if own["pinned_at"] is None else _seconds(own["pinned_at"]),
-        n_ranks=None if own.get("ranks") is None else check_count(own["ranks"], "ranks"),
+        ancestors=tuple(parse_id(id_) for id_ in own["ancestors"]),
+        pinned_at=None if own["pinned_at"] is None else parse_seconds(own["pinned_at"]),
+        n_ranks=parse_optional_count(own.get("ranks")),
     )
     if checkpoint.id.rpartition("-")[0] != checkpoint.name:
-        raise FormatError(f"it has the name {checkpoint.name!r:.80}")
+        raise FormatError(f"expected the name that the id begins with, got {checkpoint.name!r:.80}")
     return checkpoint
 
 
-def _kind(data: Mapping[str, Any]) -> CommitRecord:
-    """A record of a stream of this kind, without rows."""
+def _parse_kind(data: Mapping[str, Any]) -> CommitRecord:
+    """A record with this schema and these layouts, without rows."""
     schema = Schema.from_json(data["schema"])
     layouts = {path: ArrayLayout.from_metadata(data["arrays"][path], path)[0] for path in stream_layouts(schema)}
     for path, expected in stream_layouts(schema).items():
@@ -226,50 +252,36 @@ def _kind(data: Mapping[str, Any]) -> CommitRecord:
     return CommitRecord("", "", schema, layouts)
 
 
-def _cut(stream: str, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> StreamExtent:
-    counts = {name: check_count(data[name], name) for name in ("first", "stop", "spans", "text_bytes")}
-    discarded = tuple(check_count(number, "discarded") for number in data["discarded"])
-    cut = StreamExtent(counts["first"], counts["stop"], counts["spans"], counts["text_bytes"], discarded=discarded)
-    if cut.first > cut.stop:
-        raise FormatError(f"stream '{stream}': rows {cut.first} to {cut.stop}")
+def _parse_extent(stream: str, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> StreamExtent:
+    first, stop, n_spans, text_bytes = (
+        parse_count(data[name]) for name in ("first", "stop", "spans", "text_bytes")
+    )
+    discarded = tuple(parse_count(number) for number in data["discarded"])
+    extent = StreamExtent(first, stop, n_spans, text_bytes, discarded=discarded)
+    if extent.first > extent.stop:
+        raise FormatError(f"stream '{stream}': expected first <= stop, got rows {extent.first} to {extent.stop}")
     if data["record"] is None:
-        return cut
-    return replace(cut, record=cut.of(_record(stream, cut, data["record"], kinds)))
+        return extent
+    return replace(extent, record=extent.truncate(_parse_record(stream, extent, data["record"], kinds)))
 
 
-def _record(stream: str, cut: StreamExtent, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> CommitRecord:
+def _parse_record(
+    stream: str, extent: StreamExtent, data: Mapping[str, Any], kinds: Sequence[CommitRecord]
+) -> CommitRecord:
     lineage = data["lineage"]
     return replace(
-        kinds[check_count(data["kind"], "kind")],
+        kinds[parse_count(data["kind"])],
         id=stream,
-        name=_text(data["name"]),
-        rows=cut.stop,
-        spans=cut.spans,
-        text_bytes=cut.text_bytes,
-        commit=check_count(data["commit"], "commit"),
-        created_at=_seconds(data["created_at"]),
-        committed_at=_seconds(data["committed_at"]),
-        rank=None if data["rank"] is None else check_count(data["rank"], "rank"),
-        world_size=None if data["world_size"] is None else check_count(data["world_size"], "world_size"),
-        world=None if lineage["world"] is None else _text(lineage["world"]),
-        checkpoint=None if lineage["checkpoint"] is None else _text(lineage["checkpoint"]),
+        name=parse_text(data["name"]),
+        rows=extent.stop,
+        spans=extent.spans,
+        text_bytes=extent.text_bytes,
+        commit=parse_count(data["commit"]),
+        created_at=parse_seconds(data["created_at"]),
+        committed_at=parse_seconds(data["committed_at"]),
+        rank=parse_optional_count(data["rank"]),
+        world_size=parse_optional_count(data["world_size"]),
+        world=parse_optional_text(lineage["world"]),
+        checkpoint=parse_optional_text(lineage["checkpoint"]),
         replaces=None if data["replaces"] is None else Replaces.from_json(data["replaces"]),
     )
-
-
-def _id(value: object) -> str:
-    if not isinstance(value, str) or not is_stream_id(value):
-        raise FormatError(f"{value!r:.80} is not an id")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise FormatError(f"expected text, got {value!r:.80}")
-    return value
-
-
-def _seconds(value: object) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise FormatError(f"expected seconds, got {value!r:.80}")
-    return float(value)

@@ -1,4 +1,4 @@
-"""How the bytes of a chunk are compressed and checked."""
+"""Compression and checksums of chunks. The only module of trajstore's own format that imports numcodecs."""
 
 from __future__ import annotations
 
@@ -12,34 +12,39 @@ import numcodecs.zstd
 import numpy as np
 
 from trajstore.errors import CorruptionError, FormatError, SchemaError
+from trajstore.format.json_values import parse_bounded_integer
 from trajstore.schema import Array
 
-_CRC_BYTES = 4
-_CRC_RESIDUE = 0x48674BC7  # the checksum of anything that ends in its own checksum: checks it without a copy
+CRC_BYTES = 4
+_CRC_RESIDUE = 0x48674BC7  # the checksum of any data that ends in its own checksum; checking it needs no copy
 _SHUFFLES = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
 _BLOSC_NAMES = ("lz4", "lz4hc", "blosclz", "zstd", "snappy", "zlib")
 
 
 def crc32c(data: bytes | memoryview) -> int:
-    """CRC-32C; releases the GIL for all but small data."""
+    """CRC-32C of the data; releases the GIL unless the data is small."""
     checksum: int = crc32c_package.crc32c(data)
     return checksum
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How the bytes of a chunk are compressed; ``crc32c`` always follows."""
+    """The compressor of an array's chunks; a ``crc32c`` checksum always follows the compressed bytes."""
 
     name: str  # none | zstd | blosc
     level: int = 0
     cname: str = ""
     shuffle: str = "noshuffle"
     blocksize: int = 0
-    typesize: int = 0  # what blosc's shuffle takes for one element; 0: the size of the dtype
+    typesize: int = 0  # bytes of one element for blosc's shuffle; 0: the size of the dtype
 
     @staticmethod
     def parse(text: str) -> Codec:
-        """Read ``none``, ``zstd[:level]``, ``blosc-lz4[:level]`` or ``blosc-zstd[:level]``."""
+        """Parse ``none``, ``zstd[:level]``, ``blosc-lz4[:level]`` or ``blosc-zstd[:level]``.
+
+        Raises:
+            SchemaError: The text is none of these.
+        """
         if not isinstance(text, str):
             raise SchemaError(f"codec {text!r}: expected text such as 'zstd:1'")
         name, _, level = text.partition(":")
@@ -56,6 +61,7 @@ class Codec:
         raise SchemaError(f"codec {text!r}: expected none, zstd[:level], blosc-lz4[:level] or blosc-zstd[:level]")
 
     def metadata(self, itemsize: int) -> list[dict[str, Any]]:
+        """The compressor as Zarr metadata: a list of one codec, or of none."""
         if self.name == "none":
             return []
         if self.name == "zstd":
@@ -71,53 +77,62 @@ class Codec:
 
     @staticmethod
     def from_metadata(codecs: list[dict[str, Any]]) -> Codec:
+        """Parse what `metadata` gives.
+
+        Raises:
+            FormatError: The codec is not one that trajstore reads, or a value is out of range.
+        """
         if not codecs:
             return Codec("none")
         (codec,) = codecs
         configuration = codec.get("configuration", {})
         if codec["name"] == "zstd":
-            return Codec("zstd", bounded_integer(configuration["level"], -(1 << 20), 22))
+            return Codec("zstd", parse_bounded_integer(configuration["level"], -(1 << 20), 22))
         if codec["name"] != "blosc" or configuration["cname"] not in _BLOSC_NAMES:
             raise FormatError(f"codec {codec!r} is not one that trajstore reads: zstd, blosc")
         return Codec(
             "blosc",
-            bounded_integer(configuration["clevel"], 0, 9),
+            parse_bounded_integer(configuration["clevel"], 0, 9),
             configuration["cname"],
             configuration["shuffle"] if configuration["shuffle"] in _SHUFFLES else _no_shuffle(configuration),
-            bounded_integer(configuration["blocksize"], 0, 1 << 31),
-            bounded_integer(configuration["typesize"], 1, 255),
+            parse_bounded_integer(configuration["blocksize"], 0, 1 << 31),
+            parse_bounded_integer(configuration["typesize"], 1, 255),
         )
 
-    def encode(self, block: Array) -> bytes:
-        """Compress a C-contiguous block and append its checksum."""
-        body = self._compress(block)
-        return body + crc32c(body).to_bytes(_CRC_BYTES, "little")
+    def encode(self, chunk: Array) -> bytes:
+        """Compress a C-contiguous array and append the checksum."""
+        body = self._compress(chunk)
+        return body + crc32c(body).to_bytes(CRC_BYTES, "little")
 
-    def _compress(self, block: Array) -> bytes:
+    def _compress(self, chunk: Array) -> bytes:
         if self.name == "zstd":
-            return bytes(numcodecs.zstd.compress(block, self.level))
+            return bytes(numcodecs.zstd.compress(chunk, self.level))
         if self.name == "blosc":
             name, shuffle, typesize = self.cname.encode(), _SHUFFLES[self.shuffle], self.typesize or None
-            return bytes(numcodecs.blosc.compress(block, name, self.level, shuffle, self.blocksize, typesize))
-        return block.tobytes()
+            return bytes(numcodecs.blosc.compress(chunk, name, self.level, shuffle, self.blocksize, typesize))
+        return chunk.tobytes()
 
     def decode(self, data: bytes | memoryview, out: Array) -> None:
-        """Check the checksum and decompress into a contiguous block, filling all of it.
+        """Check the checksum and decompress into a contiguous array, filling all of it.
 
         Raises:
-            CorruptionError: The data is damaged or does not hold exactly one block.
+            CorruptionError: The data is damaged, or its size is not that of ``out``.
         """
-        if len(data) < _CRC_BYTES or crc32c(data) != _CRC_RESIDUE:
+        if len(data) < CRC_BYTES or crc32c(data) != _CRC_RESIDUE:
             raise CorruptionError("checksum does not match")
         self.check_size(data, out.nbytes)
         try:
-            self._decompress(memoryview(data)[:-_CRC_BYTES], out)
+            self._decompress(memoryview(data)[:-CRC_BYTES], out)
         except (ValueError, RuntimeError, IndexError) as error:
             raise CorruptionError(f"can't be decoded: {error}") from error
 
     def check_size(self, data: bytes | memoryview, expected: int) -> None:
-        """Refuse data that does not claim to hold so many bytes."""
-        size = self._decoded_bytes(memoryview(data)[:-_CRC_BYTES])
+        """Refuse data whose header does not declare ``expected`` decoded bytes.
+
+        Raises:
+            CorruptionError: It declares another size.
+        """
+        size = self._decoded_bytes(memoryview(data)[:-CRC_BYTES])
         if size != expected:
             raise CorruptionError(f"holds {size} bytes, expected {expected}")
 
@@ -140,9 +155,9 @@ def _no_shuffle(configuration: Mapping[str, Any]) -> str:
 
 
 def blosc_content_bytes(buffer: memoryview) -> int:
-    """Size that a blosc header declares for its content, or -1 where the header does not fit the buffer.
+    """Decoded size that a blosc header declares, or -1 if the header does not fit the buffer.
 
-    blosc trusts the sizes in its header, so they are checked before it sees them.
+    blosc trusts the sizes in its header, so callers check them before they call blosc.
     """
     if len(buffer) < 16 or int.from_bytes(buffer[12:16], "little") != len(buffer):
         return -1
@@ -150,7 +165,7 @@ def blosc_content_bytes(buffer: memoryview) -> int:
 
 
 def zstd_content_bytes(frame: memoryview) -> int:
-    """Size that a zstd frame header declares for its content, or -1 where it declares none."""
+    """Decoded size that a zstd frame header declares, or -1 if it declares none."""
     if len(frame) < 6 or bytes(frame[:4]) != b"\x28\xb5\x2f\xfd":
         return -1
     descriptor = frame[4]
@@ -161,9 +176,3 @@ def zstd_content_bytes(frame: memoryview) -> int:
     width = (1, 2, 4, 8)[flag]
     size = int.from_bytes(frame[start : start + width], "little")
     return size + 256 if flag == 1 else size
-
-
-def bounded_integer(value: object, low: int, high: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise FormatError(f"expected an integer from {low} to {high}, got {value!r:.80}")
-    return value

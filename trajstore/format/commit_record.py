@@ -1,23 +1,24 @@
-"""The commit record of a stream: the one object that says what exists."""
+"""The commit record of a stream: the one object that says which rows exist."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from trajstore.errors import DataError, FormatError, SchemaError
-from trajstore.format.array_layout import MAX_ROWS, ArrayLayout
+from trajstore.errors import FormatError, SchemaError
+from trajstore.format.argument_checks import check_count, check_mark_advances, check_stream_ids
+from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.codec import Codec
-from trajstore.format.ids import check_stream_ids, is_column_name, is_stream_id
+from trajstore.format.ids import is_column_name
+from trajstore.format.json_values import parse_count, parse_id, parse_optional_count, parse_optional_text
 from trajstore.format.spans import End, float_columns, int_columns
 from trajstore.format.zarr_json import (
-    _NO_CHECKSUM,
     FORMAT,
     GROUP,
+    NO_CHECKSUM,
     check_checksum,
     parse_json,
     trajstore_attributes,
@@ -32,7 +33,13 @@ _COLUMN_CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """What a session decided about streams older than its own."""
+    """The decisions of a session about other streams.
+
+    Attributes:
+        first_rows: By stream, the first row that the session still wants.
+        discarded: By stream, the episodes that are not shown.
+        dead: Streams whose writers are declared dead.
+    """
 
     first_rows: Mapping[str, int] = field(default_factory=dict)
     discarded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -48,9 +55,9 @@ class SessionView:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> SessionView:
         return SessionView(
-            {_id(stream): _count(row) for stream, row in data["first_rows"].items()},
-            {_id(stream): tuple(map(_count, episodes)) for stream, episodes in data["discarded"].items()},
-            tuple(_id(stream) for stream in data["dead"]),
+            {parse_id(stream): parse_count(row) for stream, row in data["first_rows"].items()},
+            {parse_id(stream): tuple(map(parse_count, episodes)) for stream, episodes in data["discarded"].items()},
+            tuple(parse_id(stream) for stream in data["dead"]),
         )
 
     def advanced(
@@ -59,11 +66,11 @@ class SessionView:
         discarded: Mapping[str, Iterable[int]] | None = None,
         dead: Collection[str] | None = None,
     ) -> SessionView:
-        """The view after more was decided; what was decided before stays.
+        """The view after further decisions; earlier decisions stay.
 
         Raises:
-            DataError: Something is neither a stream id nor a count.
-            ValueError: A mark would go back.
+            DataError: A stream id or a count is malformed.
+            ValueError: A mark would move back.
         """
         marks = {stream: check_count(row, f"first_rows[{stream!r}]") for stream, row in (first_rows or {}).items()}
         episodes = {
@@ -73,7 +80,7 @@ class SessionView:
         check_stream_ids((*marks, *episodes), "view")
         check_stream_ids(dead or (), "dead")
         for stream, row in marks.items():
-            check_mark(stream, self.first_rows.get(stream, 0), row)
+            check_mark_advances(stream, self.first_rows.get(stream, 0), row)
         return SessionView(
             {**self.first_rows, **marks},
             {**self.discarded, **{s: tuple(sorted({*self.discarded.get(s, ()), *e})) for s, e in episodes.items()}},
@@ -81,25 +88,9 @@ class SessionView:
         )
 
 
-def check_count(value: object, what: str) -> int:
-    """A count that a caller gave, as a plain integer."""
-    try:
-        number = -1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if not 0 <= number <= MAX_ROWS:
-        raise DataError(f"{what}: expected an integer of at least 0, got {value!r:.80}")
-    return number
-
-
-def check_mark(stream: str, old: int, new: int) -> None:
-    if new < old:
-        raise ValueError(f"stream '{stream}': its first row is {old} already and can't go back to {new}")
-
-
 @dataclass(frozen=True, slots=True)
 class Replaces:
-    """The rows of another stream that this one holds in its place, under the same handles."""
+    """The rows of another stream that this stream holds in its place, under the same handles."""
 
     stream: str
     start: int
@@ -110,7 +101,7 @@ class Replaces:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Replaces:
-        replaces = Replaces(_id(data["stream"]), _count(data["start"]), _count(data["stop"]))
+        replaces = Replaces(parse_id(data["stream"]), parse_count(data["start"]), parse_count(data["stop"]))
         if replaces.start > replaces.stop:
             raise FormatError(f"replaces rows {replaces.start} to {replaces.stop}")
         return replaces
@@ -118,7 +109,16 @@ class Replaces:
 
 @dataclass(frozen=True, slots=True)
 class DerivedColumnState:
-    """How far a derived column of some target stream has come: values for rows [first, stop), then changes."""
+    """The committed state of a derived column: values for rows ``[first, stop)`` of its target, then changes.
+
+    Attributes:
+        generation: Number of the values that were put whole; rises with every such put.
+        dtype: Dtype of the values.
+        shape: Shape of one value.
+        first: First row of the target that has a value.
+        stop: Row after the last value that was put whole.
+        deltas: Number of changes of single rows, applied in order on top of the values.
+    """
 
     generation: int
     dtype: str
@@ -139,29 +139,32 @@ class DerivedColumnState:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> DerivedColumnState:
-        field_ = Field(str(data["dtype"]), tuple(_count(n) for n in data["shape"]))
-        counts = {name: _count(data[name]) for name in ("generation", "first", "stop", "deltas")}
+        field_ = Field(str(data["dtype"]), tuple(parse_count(n) for n in data["shape"]))
+        counts = {name: parse_count(data[name]) for name in ("generation", "first", "stop", "deltas")}
         if counts["first"] > counts["stop"]:
             raise FormatError(f"a column holds rows {counts['first']} to {counts['stop']}")
         return DerivedColumnState(dtype=field_.dtype, shape=field_.shape, **counts)
 
     def paths(self, target: str, name: str, generation: int | None = None) -> tuple[str, str, str]:
-        """Its three arrays: values, and rows and values of changes. Generations take turns in two places."""
+        """Paths of its three arrays: values, rows of changes, values of changes.
+
+        Generations alternate between two places.
+        """
         place = (self.generation if generation is None else generation) % 2
         prefix = f"columns/{target}/{name}/{place}"
         return f"{prefix}/values", f"{prefix}/delta_rows", f"{prefix}/delta_values"
 
     def lengths(self, target: str, name: str) -> dict[str, int]:
-        """The arrays in both places, by path, and how long they are; the one not in use is empty."""
+        """Lengths of the arrays in both places, by path; those of the place that is not in use are empty."""
         used = dict(zip(self.paths(target, name), (self.stop - self.first, self.deltas, self.deltas), strict=True))
         return used | dict.fromkeys(self.paths(target, name, self.generation + 1), 0)
 
     def layouts(self, target: str, name: str) -> dict[str, ArrayLayout]:
-        kind = Field(self.dtype, self.shape)
-        # Values are written whole, and every object is synced; changes come a few at a time.
-        n_rows = 1 << max(0, (_COLUMN_CHUNK_BYTES // kind.row_bytes).bit_length() - 1)
+        value = Field(self.dtype, self.shape)
+        # Values are written whole and every object is synced, so large chunks; changes come a few at a time.
+        n_rows = 1 << max(0, (_COLUMN_CHUNK_BYTES // value.row_bytes).bit_length() - 1)
         values, changes = (
-            ArrayLayout.of(replace(kind, chunk_rows=n)) for n in (n_rows, min(n_rows, _SPAN_CHUNK_ROWS))
+            ArrayLayout.of(replace(value, chunk_rows=n)) for n in (n_rows, min(n_rows, _SPAN_CHUNK_ROWS))
         )
         rows = ArrayLayout(np.dtype("int64"), (), _SPAN_CHUNK_ROWS, Codec.parse("blosc-lz4:5"))
         return dict(zip(self.lengths(target, name), (values, rows, changes) * 2, strict=True))
@@ -172,7 +175,10 @@ DerivedColumnStates = Mapping[str, Mapping[str, DerivedColumnState]]  # by targe
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """A stream's ``zarr.json``. Publishing a new one is the commit; nothing else makes rows exist."""
+    """A stream's ``zarr.json``. Replacing it is the commit: rows that no record names do not exist.
+
+    docs/format.md, section 3, says what each attribute means.
+    """
 
     id: str
     name: str
@@ -196,7 +202,7 @@ class CommitRecord:
 
     @property
     def shown_as(self) -> str:
-        """The stream that handles of its episodes name: the replaced one, where this stream replaces another."""
+        """The stream that handles of its episodes name: the replaced stream, if this one replaces another."""
         return self.replaces.stream if self.replaces else self.id
 
     @property
@@ -220,14 +226,14 @@ class CommitRecord:
             for depth in range(1, len(parts) + 1):
                 nodes.setdefault("/".join(parts[:depth]), GROUP)
         nodes |= {path: layout.metadata(self.length(path)) for path, layout in self.layouts.items()}
-        # Siblings stand together: of those that do not, zarr-python (as of 3.1) forgets all but the last.
+        # Siblings must be adjacent: of siblings that are not, zarr-python (as of 3.1) forgets all but the last.
         return dict(sorted(nodes.items(), key=lambda node: node[0].rpartition("/")[0]))
 
     def to_bytes(self) -> bytes:
         own = {
             "format": FORMAT,
             "kind": "stream",
-            "crc32c": _NO_CHECKSUM,
+            "crc32c": NO_CHECKSUM,
             "id": self.id,
             "name": self.name,
             "schema": self.schema.to_json(),
@@ -254,7 +260,12 @@ class CommitRecord:
 
     @staticmethod
     def from_bytes(data: bytes, stream_id: str, where: str) -> CommitRecord:
-        """Read a record, trusting nothing in it.
+        """Parse a record, which may be damaged or hostile.
+
+        Args:
+            data: The bytes of the object.
+            stream_id: Id of the stream, which the record must name.
+            where: The store, for messages.
 
         Raises:
             FormatError: It is malformed, of another format, or its parts contradict each other.
@@ -275,7 +286,7 @@ class CommitRecord:
 
 
 def stream_layouts(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:
-    """The arrays of a stream, by path: one a field, and three for the spans."""
+    """The arrays of a new stream, by path: one per field, and three for the spans."""
     layouts = {f"steps/{path}": ArrayLayout.of(spec, commit_steps) for path, spec in schema.fields.items()}
     numbers = Codec.parse("blosc-lz4:5")
     for name, dtype, columns in (
@@ -296,37 +307,15 @@ def _span_attributes(name: str, columns: tuple[str, ...]) -> tuple[tuple[str, An
     return attributes
 
 
-def _id(value: object) -> str:
-    if not isinstance(value, str) or not is_stream_id(value):
-        raise FormatError(f"{value!r:.80} is not a stream id")
-    return value
-
-
-def _columns(data: Mapping[str, Any]) -> dict[str, dict[str, DerivedColumnState]]:
+def _parse_columns(data: Mapping[str, Any]) -> dict[str, dict[str, DerivedColumnState]]:
     for named in data.values():
         for name in named:
             if not is_column_name(name):
                 raise FormatError(f"{name!r:.80} is not the name of a column")
     return {
-        _id(target): {name: DerivedColumnState.from_json(state) for name, state in named.items()}
+        parse_id(target): {name: DerivedColumnState.from_json(state) for name, state in named.items()}
         for target, named in data.items()
     }
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_ROWS:
-        raise FormatError(f"expected a count, got {value!r:.80}")
-    return value
-
-
-def _optional_count(value: object) -> int | None:
-    return None if value is None else _count(value)
-
-
-def _optional_text(value: object) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise FormatError(f"expected text or null, got {value!r:.80}")
-    return value
 
 
 def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
@@ -334,7 +323,7 @@ def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
         schema = Schema.from_json(own["schema"])
     except SchemaError as error:
         raise FormatError(str(error)) from error
-    columns = _columns(own["columns"])
+    columns = _parse_columns(own["columns"])
     expected = stream_layouts(schema)
     for target, named in columns.items():
         for name, state in named.items():
@@ -344,22 +333,22 @@ def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
         if (layout.dtype, layout.row_shape) != (expected[path].dtype, expected[path].row_shape):
             raise FormatError(f"array '{path}' has {layout.dtype} {layout.row_shape}, not what the schema says")
     record = CommitRecord(
-        id=_id(own["id"]),
+        id=parse_id(own["id"]),
         name=str(own["name"]),
         schema=schema,
         layouts={path: layout for path, (layout, _) in arrays.items()},
-        rows=_count(own["rows"]),
-        spans=_count(own["spans"]),
-        text_bytes=_count(own["text_bytes"]),
-        commit=_count(own["commit"]),
+        rows=parse_count(own["rows"]),
+        spans=parse_count(own["spans"]),
+        text_bytes=parse_count(own["text_bytes"]),
+        commit=parse_count(own["commit"]),
         is_sealed=own["sealed"] is True,
         created_at=float(own["created_at"]),
         committed_at=float(own["committed_at"]),
-        rank=_optional_count(own["rank"]),
-        world_size=_optional_count(own["world_size"]),
-        world=_optional_text(own["lineage"]["world"]),
-        checkpoint=_optional_text(own["lineage"]["checkpoint"]),
-        first_row=_count(own["first_row"]),
+        rank=parse_optional_count(own["rank"]),
+        world_size=parse_optional_count(own["world_size"]),
+        world=parse_optional_text(own["lineage"]["world"]),
+        checkpoint=parse_optional_text(own["lineage"]["checkpoint"]),
+        first_row=parse_count(own["first_row"]),
         view=SessionView.from_json(own["view"]),
         replaces=Replaces.from_json(own["replaces"]) if own["replaces"] is not None else None,
         columns=columns,

@@ -1,4 +1,4 @@
-"""The episode table of a snapshot, and the names of episodes and steps."""
+"""The episode table of a snapshot: one row per episode."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trajstore.errors import CorruptionError, EpisodeNotFoundError, MissingExtraError
+from trajstore.format.handles import EpisodeKey
 from trajstore.format.spans import END_LABELS, End, VisibleSpans, join_spans_by_episode, span_table
 from trajstore.schema import Array, Schema
 
 if TYPE_CHECKING:
     import pandas as pd
-from trajstore.format.handles import EpisodeKey
 
 
 class SpanExtent(NamedTuple):
-    """Rows of one span, as a reader needs them."""
+    """The rows of one span: the position of its stream in the snapshot, t of its first row, and its rows."""
 
     source: int
     t_start: int
@@ -27,11 +27,17 @@ class SpanExtent(NamedTuple):
 
 
 class EpisodeTable:
-    """The episodes of a snapshot, one row each, column by column.
+    """The episodes of a snapshot, one row per episode.
 
     Columns: ``stream``, ``episode``, ``env``, ``length`` (steps, the final row not counted), ``end``,
     ``return``, ``has_final``, ``is_headless`` (its first steps are evicted), ``time`` (UNIX seconds of the last
-    span), ``metadata``, and whatever the schema declares. Rows are ordered by stream, then by episode.
+    span), ``metadata``, and the columns that the schema declares. Rows are ordered by stream, then by episode.
+
+    Args:
+        streams: Ids of the snapshot's streams, in order.
+        parts: The visible spans of each stream.
+        schema: The schema; None if the store has none yet.
+        read_text: Reads bytes ``[start, stop)`` of a stream's text: called with the stream's position, start, stop.
     """
 
     def __init__(
@@ -60,36 +66,36 @@ class EpisodeTable:
         )  # fmt: skip
 
     def __getitem__(self, name: str) -> Array:
-        """One column as an array; declared ones are masked where an episode does not have them."""
+        """One column as an array; a declared column is masked where an episode has no value."""
         derived: dict[str, Callable[[], Array]] = {
-            "episode": lambda: self._of_last("episode"),
-            "env": lambda: self._of_last("env"),
-            "return": lambda: self._of_last("return"),
-            "time": lambda: self._of_last("time"),
+            "episode": lambda: self._last_span("episode"),
+            "env": lambda: self._last_span("env"),
+            "return": lambda: self._last_span("return"),
+            "time": lambda: self._last_span("time"),
             "stream": lambda: self._streams[self._spans["stream"][self._last]],
             "length": self._lengths,
             "end": lambda: END_LABELS[self._spans["end"][self._last]],
             "has_final": lambda: self._spans["has_final"][self._last].astype(bool),
             "is_headless": lambda: self._spans["t_start"][self._first] > 0,
-            "metadata": lambda: self._objects([self._free(text) for text in self._texts()]),
+            "metadata": lambda: self._objects([self._without_declared(text) for text in self._texts()]),
         }
         if name in derived:
             return derived[name]()
         if self._schema is None or name not in self._schema.episode:
-            raise KeyError(f"no episode column {name!r}; there are {', '.join(self.columns)}")
+            raise KeyError(f"no episode column {name!r}; the table has {', '.join(self.columns)}")
         return self._declared(name, self._schema)
 
     @property
     def stream_positions(self) -> Array:
-        """By row, the position of its stream among the streams of the snapshot."""
-        return self._of_last("stream")
+        """By row, the position of its stream in the snapshot."""
+        return self._last_span("stream")
 
-    def _of_last(self, name: str) -> Array:
+    def _last_span(self, name: str) -> Array:
         column: Array = self._spans[name][self._last]
         return column
 
     def _lengths(self) -> Array:
-        lengths: Array = self._rows - self._of_last("has_final")
+        lengths: Array = self._rows - self._last_span("has_final")
         return lengths
 
     def _declared(self, name: str, schema: Schema) -> Array:
@@ -108,7 +114,7 @@ class EpisodeTable:
         return column
 
     def _texts(self) -> list[dict[str, Any]]:
-        """The text of every episode; each stream's is read once."""
+        """The text of every episode, parsed; each stream's text is read once."""
         s, last = self._spans, self._last
         source, start, stop = s["source"][last], s["text_start"][last], s["text_stop"][last]
         has_text = stop > start
@@ -121,7 +127,7 @@ class EpisodeTable:
                 texts[i] = _parse_text(data[start[i] - low : stop[i] - low])
         return texts
 
-    def _free(self, text: dict[str, Any]) -> dict[str, Any]:
+    def _without_declared(self, text: dict[str, Any]) -> dict[str, Any]:
         declared = self._schema.episode if self._schema else {}
         return {name: value for name, value in text.items() if name not in declared}
 
@@ -133,11 +139,11 @@ class EpisodeTable:
         return _parse_text(self._read_text(int(self._spans["source"][k]), start, stop))
 
     def metadata(self, i: int) -> dict[str, Any]:
-        """Free-form metadata of episode ``i``; reads it from the store."""
-        return self._free(self._text(self._position(i)))
+        """Free-form metadata of episode ``i``, read from the store."""
+        return self._without_declared(self._text(self._position(i)))
 
     def key(self, i: int) -> EpisodeKey:
-        """The name of row ``i`` that stays valid whatever is written or evicted."""
+        """The key of row ``i``, which stays valid whatever is written or evicted."""
         k = self._last[self._position(i)]
         return EpisodeKey(str(self._streams[self._spans["stream"][k]]), int(self._spans["episode"][k]))
 
@@ -162,7 +168,7 @@ class EpisodeTable:
         return i % len(self)
 
     def spans(self, i: int) -> list[SpanExtent]:
-        """Where the rows of episode ``i`` lie, in order of time."""
+        """The spans that hold the rows of episode ``i``, in order of time."""
         i = self._position(i)
         s = self._spans
         return [
@@ -202,14 +208,14 @@ class EpisodeTable:
             is_present = bool((self._spans["present"][k] >> bit) & 1)
             value = text.get(name) if kind == "str" else self._spans[name][k].item()
             values[name] = (bool(value) if kind == "bool" else value) if is_present else None
-        values["metadata"] = self._free(text)
+        values["metadata"] = self._without_declared(text)
         return values
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self.row(i) for i in range(len(self)))
 
     def to_pandas(self) -> pd.DataFrame:
-        """The table as a pandas frame; absent values of declared columns become ``<NA>``.
+        """The table as a pandas DataFrame; absent values of declared columns become ``<NA>``.
 
         Raises:
             MissingExtraError: pandas is not installed.

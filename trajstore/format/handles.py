@@ -1,24 +1,21 @@
-"""Names of episodes and steps that never change."""
+"""Permanent names of episodes and steps: they never change and are never reused."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from trajstore.schema import Array
 
-if TYPE_CHECKING:
-    pass
-
 
 class EpisodeKey(NamedTuple):
-    """Names an episode for ever: the stream that recorded it and its number there."""
+    """The permanent name of an episode: the stream that recorded it and its number in that stream."""
 
     stream: str
     episode: int
 
 
 class Handle(NamedTuple):
-    """Names one step for ever."""
+    """The permanent name of one step."""
 
     stream: str
     episode: int
@@ -26,7 +23,7 @@ class Handle(NamedTuple):
 
 
 class Handles(NamedTuple):
-    """Names many steps of one stream for ever; ``episode`` and ``t`` are int64 arrays."""
+    """The permanent names of many steps of one stream; ``episode`` and ``t`` are int64 arrays."""
 
     stream: str
     episode: Array

@@ -1,7 +1,7 @@
-"""Spans: which rows of a stream belong to which episode, and how it ended.
+"""Spans: which rows of a stream belong to which episode, and how the episode ended.
 
-A span is a run of consecutive rows of one episode in one stream. What is known only at the end of an
-episode (how it ended, return, metadata, whether it has a final row) stands on its last span.
+A span is a run of consecutive rows of one episode in one stream. An episode's last span holds what is known
+only at its end: how it ended, its return, its metadata, and whether it has a final row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_ENV = 1 << 20
 
 
 class End(IntEnum):
-    """How an episode ended; the number is what stands on disk."""
+    """How an episode ended; the numbers are those on disk."""
 
     OPEN = 0
     TERMINATED = 1
@@ -51,7 +51,13 @@ def float_columns(schema: Schema) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeValues:
-    """An episode's own values, checked and split into what goes where on disk."""
+    """The values of an episode as a whole, checked and split as they are stored.
+
+    Attributes:
+        present: Bit i is set if the i-th episode column of the schema has a value.
+        numbers: Names and values of bool, int64 and float64 columns.
+        text: JSON of the str columns and the free metadata; empty if there are none.
+    """
 
     present: int = 0
     numbers: tuple[tuple[str, int | float], ...] = ()
@@ -59,10 +65,10 @@ class EpisodeValues:
 
 
 def check_metadata(schema: Schema, metadata: Mapping[str, Any] | None) -> EpisodeValues:
-    """Split metadata into declared columns and free JSON.
+    """Check metadata, and split it into declared columns and free JSON.
 
     Raises:
-        DataError: A value does not fit its column, or is not JSON.
+        DataError: A value does not fit its column, or can't be stored as JSON.
     """
     if not metadata:
         return EpisodeValues()
@@ -73,14 +79,14 @@ def check_metadata(schema: Schema, metadata: Mapping[str, Any] | None) -> Episod
             continue
         present |= 1 << bit
         if kind == "str":
-            rest[name] = _checked_value(name, kind, value)
+            rest[name] = _check_column_value(name, kind, value)
         else:
-            numbers.append((name, _checked_value(name, kind, value)))
+            numbers.append((name, _check_column_value(name, kind, value)))
     rest.update({name: value for name, value in metadata.items() if name not in schema.episode})
     return EpisodeValues(present, tuple(numbers), _to_json(rest))
 
 
-def _checked_value(name: str, kind: str, value: Any) -> Any:
+def _check_column_value(name: str, kind: str, value: Any) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     expected: Any = {"bool": bool, "int64": int, "float64": (int, float), "str": str}[kind]
@@ -96,11 +102,11 @@ def _checked_value(name: str, kind: str, value: Any) -> Any:
 
 
 def _check_keys(value: Any) -> None:
-    """Refuse keys that JSON would turn into strings, at any depth."""
+    """Refuse keys that are not strings, at any depth: JSON would turn them into strings."""
     if isinstance(value, Mapping):
         for name in value:
             if not isinstance(name, str):
-                raise DataError(f"metadata: keys are strings, got {name!r}")
+                raise DataError(f"metadata: expected strings as keys, got {name!r}")
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
     for item in inner:
         _check_keys(item)
@@ -131,14 +137,14 @@ class Spans:
 
 
 def check_spans(spans: Spans, rows: int, text_bytes: int) -> None:
-    """Refuse span values that could address anything outside the stream's committed rows.
+    """Refuse spans that overlap, or that name rows or text outside the stream's committed ones.
 
     Raises:
-        CorruptionError: They do.
+        CorruptionError: A value is one that no writer makes.
     """
     ints = spans.ints
     start, stop, text_stop = ints[:, 3], ints[:, 4], ints[:, 8]
-    good = (
+    is_valid = (
         (ints[:, [0, 1, 2]] >= 0).all()
         and (start >= 0).all()
         and (start <= stop).all()
@@ -146,68 +152,72 @@ def check_spans(spans: Spans, rows: int, text_bytes: int) -> None:
         and ((ints[:, 5] >= 0) & (ints[:, 5] < len(End))).all()
         and ((ints[:, 6] == 0) | (ints[:, 6] == 1)).all()
         and ((ints[:, 6] == 0) | (stop > start)).all()
-        and (start[1:] >= stop[:-1]).all()  # spans share no rows, so all of them together fit the stream
+        and (start[1:] >= stop[:-1]).all()  # spans share no rows, so together they fit the stream
         and (text_stop >= 0).all()
         and (text_stop[1:] >= text_stop[:-1]).all()
         and (text_stop <= text_bytes).all()
     )
-    if not good:
-        raise CorruptionError("span table holds values that no writer makes")
+    if not is_valid:
+        raise CorruptionError("the span table holds values that no writer makes")
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleSpans:
-    """The spans of one physical stream that a view shows, and how to read them."""
+    """The spans of one physical stream, and what a view shows of them.
+
+    ``source`` counts the snapshot's streams from 0. (In the sampling index, source 0 is the live rows.)
+    """
 
     stream: int  # index of the logical stream whose handles these are
     source: int  # index of the physical stream that holds the rows
     spans: Spans
-    columns: tuple[tuple[str, ...], tuple[str, ...]]
-    first_row: int  # rows below are evicted
+    columns: tuple[tuple[str, ...], tuple[str, ...]]  # names of the int64 and of the float64 columns
+    first_row: int  # rows below it are evicted
     is_finished: bool  # sealed or declared dead: its open episodes read as cut
     hidden: tuple[tuple[int, int], ...] = ()  # row ranges that other streams replace
-    discarded: frozenset[int] = frozenset()
+    discarded: frozenset[int] = frozenset()  # episodes that are not shown
 
     def after(self, n: int) -> VisibleSpans:
-        """The same without the first ``n`` spans."""
+        """The same, without the first ``n`` spans."""
         return replace(self, spans=Spans(self.spans.ints[n:], self.spans.floats[n:])) if n else self
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpans:
-    """Spans brought together by episode: episode i has the spans ``first[i]`` to ``last[i]``, both included."""
+    """Spans sorted by episode: episode i has the spans ``first[i]`` to ``last[i]``, both included."""
 
     columns: dict[str, Array]
     first: Array
     last: Array
-    n_rows: Array  # by episode: rows that are left
-    first_t: Array  # by episode: t of the first of them
+    n_rows: Array  # by episode: rows that are not evicted
+    first_t: Array  # by episode: t of the first such row
 
     def select(self, chosen: Array) -> dict[str, Array]:
-        """The spans of the chosen episodes."""
+        """The spans of the chosen episodes, by column."""
         spans = self.span_numbers(chosen)
         return {name: column[spans] for name, column in self.columns.items()}
 
     def span_numbers(self, chosen: Array) -> Array:
+        """Positions of the spans of the chosen episodes."""
         owner, number = expand_counts((self.last - self.first + 1)[chosen])
         found: Array = self.first[chosen][owner] + number
         return found
 
 
 def expand_counts(count: Array) -> tuple[Array, Array]:
-    """For so many of each: which it is of, and its number there."""
+    """Expand counts into (owner, position) pairs: owner i appears ``count[i]`` times, with positions from 0."""
     owner = np.repeat(np.arange(len(count)), count)
     return owner, np.arange(len(owner)) - (np.cumsum(count) - count)[owner]
 
 
 def expand_ranges(start: Array, stop: Array) -> tuple[Array, Array]:
-    """All numbers from start to stop, range after range, and the range that each is of."""
+    """Expand half-open ranges into (owner, number) pairs, range after range; owner i is the i-th range."""
     owner, number = expand_counts(np.maximum(stop - start, 0))
     return owner, number + start[owner]
 
 
 def join_spans_by_episode(columns: dict[str, Array]) -> EpisodeSpans:
-    """Bring the spans of each episode together, in order of time; leaves out episodes that are evicted entirely."""
+    """Sort spans by episode and time; episodes that are evicted entirely are left out."""
     order = _episode_order(columns)
     if order is not None:
         columns = {name: column[order] for name, column in columns.items()}
@@ -220,7 +230,7 @@ def join_spans_by_episode(columns: dict[str, Array]) -> EpisodeSpans:
     last = np.append(first[1:], len(n_rows)) - 1
     rows, n_evicted = np.add.reduceat(n_rows, first), np.add.reduceat(columns["n_evicted"], first)
     is_left = (rows > 0) | (n_evicted == 0)
-    # Rows of an episode go from the front, from one span after the other.
+    # An episode's rows are evicted from its start, span after span.
     first_t = (columns["t_start"] - columns["n_evicted"])[first] + n_evicted
     return EpisodeSpans(columns, first[is_left], last[is_left], rows[is_left], first_t[is_left])
 
@@ -243,7 +253,7 @@ def span_table(parts: Sequence[VisibleSpans], schema: Schema | None) -> dict[str
 
 
 def _visible(part: VisibleSpans) -> dict[str, Array]:
-    """Columns of one stream's spans, without what is evicted, replaced or discarded."""
+    """Columns of one stream's spans, without rows and spans that are evicted, replaced or discarded."""
     ints, floats = part.spans.ints, part.spans.floats
     columns = {name: ints[:, i] for i, name in enumerate(part.columns[0])}
     columns |= {name: floats[:, i] for i, name in enumerate(part.columns[1])}
@@ -265,9 +275,9 @@ def _visible(part: VisibleSpans) -> dict[str, Array]:
     return columns if keep.all() else {name: column[keep] for name, column in columns.items()}
 
 
-def _episode_order(s: dict[str, Array]) -> Array | None:
-    """The order that brings the spans of an episode together; None where they are in order already."""
-    stream, episode, t_start = s["stream"], s["episode"], s["t_start"]
+def _episode_order(spans: dict[str, Array]) -> Array | None:
+    """The order that sorts spans by stream, episode and time; None if they are in that order already."""
+    stream, episode, t_start = spans["stream"], spans["episode"], spans["t_start"]
     step = np.diff(stream)
     same_stream, same_episode = step == 0, np.diff(episode) == 0
     in_order = (step > 0) | (same_stream & (np.diff(episode) > 0))
@@ -278,4 +288,5 @@ def _episode_order(s: dict[str, Array]) -> Array | None:
 
 
 def span_columns(schema: Schema) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the columns in a stream's int64 and float64 span arrays."""
     return int_columns(schema), float_columns(schema)

@@ -1,4 +1,4 @@
-"""The ``zarr.json`` of a group: JSON text, trajstore's attributes, and the checksum."""
+"""The ``zarr.json`` of a group: its JSON text, trajstore's attributes in it, and the checksum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def to_json_bytes(data: Mapping[str, Any]) -> bytes:
 
 
 def group_bytes(own: Mapping[str, Any]) -> bytes:
-    """The ``zarr.json`` of a group that has nothing but these attributes of ours."""
+    """The ``zarr.json`` of a group that has only these trajstore attributes."""
     return to_json_bytes(GROUP | {"attributes": {"trajstore": own}})
 
 
@@ -28,7 +28,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     """Parse a ``zarr.json``.
 
     Raises:
-        FormatError: It is not a JSON object, or absurdly large.
+        FormatError: It is not a JSON object, or larger than `MAX_RECORD_BYTES`.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise FormatError(f"{what}: {len(data)} bytes of metadata; at most {MAX_RECORD_BYTES}")
@@ -42,11 +42,11 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
 
 
 _CHECKSUM = re.compile(rb'"crc32c": ?"([0-9a-f]{8})"')
-_NO_CHECKSUM = "00000000"
+NO_CHECKSUM = "00000000"
 
 
 def with_checksum(data: Mapping[str, Any]) -> bytes:
-    """A ``zarr.json`` whose first ``"crc32c"`` is the checksum of its own text with zeros in that place."""
+    """A ``zarr.json`` whose first ``"crc32c"`` holds the checksum of the text with zeros in its place."""
     text = to_json_bytes(data)
     found = _CHECKSUM.search(text)
     assert found is not None
@@ -54,21 +54,25 @@ def with_checksum(data: Mapping[str, Any]) -> bytes:
 
 
 def check_checksum(text: bytes, what: str) -> None:
-    """Refuse a ``zarr.json`` that is not as it was written.
+    """Refuse a ``zarr.json`` that changed since it was written.
 
     Raises:
-        FormatError: It has no checksum, or another one than it should.
+        FormatError: It has no checksum, or its checksum does not match.
     """
     found = _CHECKSUM.search(text)
     if found is None:
         raise FormatError(f"{what} has no checksum")
-    blank = text[: found.start(1)] + _NO_CHECKSUM.encode() + text[found.end(1) :]
+    blank = text[: found.start(1)] + NO_CHECKSUM.encode() + text[found.end(1) :]
     if found.group(1) != f"{crc32c(blank):08x}".encode():
         raise FormatError(f"{what} is damaged: its checksum does not match")
 
 
 def trajstore_attributes(data: Mapping[str, Any], kind: str, what: str) -> dict[str, Any]:
-    """The ``trajstore`` attributes of a group, of the expected kind and a format this version reads."""
+    """The ``trajstore`` attributes of a group.
+
+    Raises:
+        FormatError: It has none, or they are of another kind or of a format that this version does not read.
+    """
     attributes = data.get("attributes")
     own = attributes.get("trajstore") if isinstance(attributes, dict) else None
     if not isinstance(own, dict) or data.get("node_type") != "group":

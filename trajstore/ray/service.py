@@ -1,69 +1,50 @@
-"""A buffer as a service of Ray actors: collectors append, learners sample, all of one store.
+"""RayReplayBuffer: a buffer as a service of Ray actors. Collectors append, learners sample, all from one store.
 
-Every actor holds one rank of a `ReplayBuffer` and with it a partition of the experience. What is committed lies in
-the store, so an actor that dies is started again by Ray and shows what its partition had.
+Every actor holds one rank of a `ReplayBuffer`, and with it a partition of the experience. Committed steps are in
+the store, so Ray can restart an actor that died: it shows again what was committed of its partition.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import os
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any, Unpack
 
 import ray
 import torch
 
-from trajstore.arguments import check_positive, parse_bytes
-from trajstore.errors import DataError, StoreNotFoundError
+from trajstore.arguments import parse_bytes
+from trajstore.errors import DataError
 from trajstore.format.handles import Handle, Handles
-from trajstore.ray.actor import GROUPS, Partition, Spec, get
-from trajstore.ray.learner import Flat, Learner
+from trajstore.ray.batch_parts import FlatBatch
+from trajstore.ray.draw_restrictions import DrawRestrictions
+from trajstore.ray.ray_calls import get_result
+from trajstore.ray.service_spec import ServiceSpec
+from trajstore.ray.service_start import find_service, start_actors
+from trajstore.ray.union_sampler import UnionSampler
 from trajstore.ray.writer import RayWriter
-from trajstore.replay.options import ReplayOptions, check_options
+from trajstore.replay.options import PartitionChanges
+from trajstore.sampling.batch_assembler import Where
+from trajstore.sampling.hindsight import Hindsight
 from trajstore.sampling.outputs import to_batch
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema
 from trajstore.store.store import Url
+from trajstore.writing.open_episodes import Flags
 from trajstore.writing.validation import Step
 
 __all__ = ["RayReplayBuffer", "RayWriter"]
 
-_NAMES = "trajstore-buffer"
 _BLOCK_BYTES = 4 << 20
 _BLOCK_STEPS = 256
 _POLL_S = 0.05
 
 
-def _start_actors(spec: Spec, name: str | None, actor_options: Mapping[str, Any]) -> tuple[Any, ...]:
-    options = {"max_restarts": -1, "num_cpus": 1, **actor_options}
-    remote: Any = ray.remote  # whose types do not know all of its options
-    cls = remote(concurrency_groups=GROUPS)(Partition)
-    actors = []
-    for rank in range(spec.n_actors):
-        named = {"name": _actor_name(name, rank)} if name is not None else {}
-        actors.append(cls.options(**options, **named).remote(spec, rank))
-    opening = [actor.open.remote() for actor in actors]
-    try:
-        while opening:  # the first that fails is the one that says why
-            done, opening = ray.wait(opening)
-            get(done)
-    except BaseException:
-        for actor in actors:
-            ray.kill(actor)
-        raise
-    return tuple(actors)
-
-
-def _actor_name(name: str, rank: int) -> str:
-    return f"{_NAMES}/{name}/{rank}"
-
-
 class RayReplayBuffer:
-    """A handle of a buffer that lives in Ray actors; small, and may be passed to any task or actor.
+    """A handle of a buffer that runs in Ray actors. It is small, and can be passed to any task or actor.
 
     ```
     buffer = RayReplayBuffer.start("runs/7", n_actors=2, capacity=1_000_000, sample=Windows(length=32))
@@ -73,33 +54,34 @@ class RayReplayBuffer:
         buffer.update_priorities(batch, td_error)
     ```
 
-    Every actor holds a partition of the experience: what came from the writers that append to it. A batch is drawn
-    from the union: each of its windows from an actor that is chosen in proportion to the windows that it has. Its
-    arrays are mapped from Ray's memory, without a copy where one actor gave all of it. A batch holds what one of
-    `ReplayBuffer.sample` does, and ``actor``, which says whose ``index`` each row is.
+    Every actor holds a partition of the experience: the steps of the writers that append to it. A batch is drawn
+    from the union of the partitions: each window from an actor that is chosen in proportion to the number of its
+    windows. The arrays of a batch are mapped from Ray's memory, without a copy if one actor gave all of it. A batch
+    holds what a batch of `ReplayBuffer.sample` does, and ``actor``: the actor whose ``index`` each row has.
 
-    With priorities, an actor is chosen in proportion to the sum of (p + eps)^alpha over its windows (by ``rank``:
-    of (1 / rank)^alpha, ranks within a partition), and for a part ``uniform`` in proportion to its windows.
-    Probabilities and weights are those of the whole draw: the chance of the actor times that of the window there.
-    The largest priority, which new steps get, is that of the partition.
+    With priorities, an actor is chosen in proportion to the sum of (p + eps)^alpha over its windows (with ``rank``:
+    of (1 / rank)^alpha, with ranks inside the partition), and for the part ``uniform`` in proportion to the number
+    of its windows. Probabilities and weights are those of the whole draw: the probability of the actor times that
+    of the window in the actor. New steps get the largest priority of their partition.
 
-    Restrictions apply within partitions: ``recent_steps`` and ``recent_episodes`` are divided evenly among them,
-    and the part ``recent_fraction`` holds for what each gives. ``samples_per_insert`` paces each actor for itself.
+    Restrictions apply inside partitions: ``recent_steps`` and ``recent_episodes`` are divided evenly among them,
+    and ``recent_fraction`` holds for the windows that each actor gives. ``samples_per_insert`` paces each actor
+    alone.
 
-    An actor that dies is started again by Ray and shows what was committed. Its priorities are those of the last
-    checkpoint, later steps are as new, and updates for batches from before are ignored. Calls that read are sent
-    again by themselves.
+    Ray restarts an actor that died; it shows what was committed. Its priorities are those of the last checkpoint,
+    later steps have the priority of new steps, and updates for batches from before the restart are ignored. Calls
+    that read are repeated automatically.
 
     Args:
         actors: By rank.
-        spec: What they have in common.
+        spec: The options that all actors share.
     """
 
-    def __init__(self, actors: Sequence[Any], spec: Spec) -> None:
+    def __init__(self, actors: Sequence[Any], spec: ServiceSpec) -> None:
         self._actors, self._spec = tuple(actors), spec
-        settled = spec.settled
-        self._block_bytes = min(_BLOCK_BYTES, parse_bytes(settled.buffer_bytes, "buffer_bytes") // 4)
-        self._learner = Learner(self._actors, settled.seed)
+        options = spec.replay_options
+        self._block_bytes = min(_BLOCK_BYTES, parse_bytes(options.buffer_bytes, "buffer_bytes") // 4)
+        self._sampler = UnionSampler(self._actors, options.seed)
         self._writer: RayWriter | None = None
         self._lock = threading.RLock()
 
@@ -114,21 +96,23 @@ class RayReplayBuffer:
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
         actor_options: Mapping[str, Any] | None = None,
-        **buffer_options: Any,
+        **buffer_options: Unpack[PartitionChanges],
     ) -> RayReplayBuffer:
-        """Start the actors, and return when the buffer is open; Ray is to be running (`ray.init`).
+        """Start the actors, and return when the buffer is open. Ray must be running (`ray.init`).
 
         Args:
             url: Of the store, as all actors reach it: on several machines an object store or a shared directory.
-            n_actors: Over how many actors the experience is spread.
-            name: To find the service by, with `connect`.
-            schema: The fields; None: those of the store, or read off the first data.
+            n_actors: Number of actors that the experience is spread over.
+            name: Name of the service, for `connect`.
+            schema: The fields; None: those of the store, or inferred from the first data.
             storage_options: Options for fsspec's filesystem; never stored or shown.
             fsync: Whether commits to a local directory survive a power cut.
-            actor_options: For Ray: resources, ``lifetime="detached"``, ``scheduling_strategy``, ...
-            buffer_options: As for `ReplayBuffer`, for every actor: so ``capacity`` and ``cache_bytes`` are each's.
+            actor_options: Options for Ray: resources, ``lifetime="detached"``, ``scheduling_strategy``, ...
+            buffer_options: Options of `ReplayBuffer`. They apply to each actor: ``capacity`` and ``cache_bytes``
+                are those of one actor.
         """
-        return cls._start(url, n_actors, name, schema, storage_options, fsync, actor_options, buffer_options, None)
+        spec = ServiceSpec.of(url, n_actors, schema, storage_options, fsync, buffer_options, None)
+        return cls(start_actors(spec, name, actor_options or {}), spec)
 
     @classmethod
     def resume(
@@ -141,59 +125,31 @@ class RayReplayBuffer:
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
         actor_options: Mapping[str, Any] | None = None,
-        **changes: Any,
+        **changes: Unpack[PartitionChanges],
     ) -> RayReplayBuffer:
-        """Start the actors from a checkpoint, with any number of them; see `start` and `ReplayBuffer.resume`."""
-        return cls._start(url, n_actors, name, None, storage_options, fsync, actor_options, changes, checkpoint)
+        """Start the actors from a checkpoint, with any number of actors; see `start` and `ReplayBuffer.resume`.
 
-    @classmethod
-    def _start(
-        cls,
-        url: Url,
-        n_actors: int,
-        name: str | None,
-        schema: Schema | None,
-        storage_options: Mapping[str, Any] | None,
-        fsync: bool,
-        actor_options: Mapping[str, Any] | None,
-        options: Mapping[str, Any],
-        checkpoint: str | None,
-    ) -> RayReplayBuffer:
-        check_positive("n_actors", n_actors)
-        check_options(ReplayOptions(), options)  # refuses what there is not, before anything is started
-        if options.get("share") == "whole":
-            raise ValueError("share='whole': every actor would have all of it; the service has partitions")
-        as_tensordict = bool(options.get("as_tensordict"))
-        spec = Spec(
-            os.fspath(url),
-            n_actors,
-            schema,
-            storage_options,
-            fsync,
-            {**options, "as_tensordict": False},
-            checkpoint,
-            as_tensordict,
-        )
-        return cls(_start_actors(spec, name, actor_options or {}), spec)
+        Args:
+            url: Of the store.
+            checkpoint: Name or id of a checkpoint, or "latest".
+            n_actors: As for `start`; need not be the number that saved the checkpoint.
+            name: As for `start`.
+            storage_options: As for `start`.
+            fsync: As for `start`.
+            actor_options: As for `start`.
+            changes: Options that differ from those of the session that saved the checkpoint.
+        """
+        spec = ServiceSpec.of(url, n_actors, None, storage_options, fsync, changes, checkpoint)
+        return cls(start_actors(spec, name, actor_options or {}), spec)
 
     @classmethod
     def connect(cls, name: str, *, namespace: str | None = None) -> RayReplayBuffer:
         """A handle of a service that was started with a name.
 
         Raises:
-            StoreNotFoundError: There is no such service.
+            StoreNotFoundError: No service has this name.
         """
-        find: Any = ray.get_actor
-        try:
-            first = find(_actor_name(name, 0), namespace)
-            spec: Spec = get(first.spec.remote())
-            return cls(
-                [first, *(find(_actor_name(name, rank), namespace) for rank in range(1, spec.n_actors))], spec
-            )
-        except ValueError as error:
-            raise StoreNotFoundError(
-                f"no buffer named {name!r} runs in this namespace; start it with RayReplayBuffer.start(name=...)"
-            ) from error
+        return cls(*find_service(name, namespace))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayReplayBuffer, (self._actors, self._spec)
@@ -220,13 +176,13 @@ class RayReplayBuffer:
         """A writer for one collector.
 
         Args:
-            actor: Which actor to append to; None: one after the other.
-            block_steps: Send when so many steps are gathered.
-            block_bytes: Or so many bytes; 4 MiB, or less where the buffer is small.
-            block_s: Or when, at a call, the oldest has waited so long.
-            in_flight: Blocks that may be on their way; then calls wait.
+            actor: Rank of the actor to append to; None: writers are spread evenly over the actors.
+            block_steps: Send a block of steps when it has this many steps,
+            block_bytes: or this many bytes (by default 4 MiB, or less if the buffer is small),
+            block_s: or, at a call, when its first step has waited for this many seconds.
+            in_flight: Number of blocks that may be unanswered; then calls wait.
         """
-        number = get(self._actors[0].next_writer.remote()) if actor is None else actor
+        number = get_result(self._actors[0].next_writer.remote()) if actor is None else actor
         n_bytes = self._block_bytes if block_bytes is None else parse_bytes(block_bytes, "block_bytes")
         return RayWriter(
             self._actors[number % self.n_actors],
@@ -238,121 +194,194 @@ class RayReplayBuffer:
 
     @property
     def _own_writer(self) -> RayWriter:
-        """The writer of this handle in this process, made when it is first needed."""
+        """The writer of this handle in this process, created when it is first used."""
         with self._lock:
             if self._writer is None:
                 self._writer = self.writer()
             return self._writer
 
-    def append(self, step: Step, **options: Any) -> Handle | Handles:
-        """Append with a writer of this handle; see `RayWriter.append`."""
-        return self._own_writer.append(step, **options)
+    def append(
+        self,
+        step: Step,
+        *,
+        env: int | None = None,
+        envs: Iterable[int] | None = None,
+        terminated: Flags = None,
+        truncated: Flags = None,
+        final: Step | None = None,
+    ) -> Handle | Handles:
+        """Append with the writer of this handle; see `RayWriter.append`."""
+        return self._own_writer.append(
+            step, env=env, envs=envs, terminated=terminated, truncated=truncated, final=final
+        )
 
-    def extend(self, data: Step, **options: Any) -> Handles:
-        """Append with a writer of this handle; see `RayWriter.extend`."""
-        return self._own_writer.extend(data, **options)
+    def extend(
+        self,
+        data: Step,
+        *,
+        envs: Iterable[int] | None = None,
+        terminated: Flags = None,
+        truncated: Flags = None,
+        final: Step | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Handles:
+        """Append with the writer of this handle; see `RayWriter.extend`."""
+        return self._own_writer.extend(
+            data, envs=envs, terminated=terminated, truncated=truncated, final=final, metadata=metadata
+        )
 
-    def add_episode(self, data: Step, **options: Any) -> None:
-        """Append with a writer of this handle; see `RayWriter.add_episode`."""
-        self._own_writer.add_episode(data, **options)
+    def add_episode(
+        self,
+        data: Step,
+        *,
+        terminated: bool = False,
+        truncated: bool = False,
+        env: int = 0,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append with the writer of this handle; see `RayWriter.add_episode`."""
+        self._own_writer.add_episode(data, terminated=terminated, truncated=truncated, env=env, metadata=metadata)
 
-    def end_episode(self, env: int = 0, **options: Any) -> None:
-        """End an episode of this handle's writer; see `RayWriter.end_episode`."""
-        self._own_writer.end_episode(env, **options)
+    def end_episode(
+        self,
+        env: int = 0,
+        *,
+        terminated: bool = False,
+        truncated: bool = False,
+        final: Step | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """End an episode of the writer of this handle; see `RayWriter.end_episode`."""
+        self._own_writer.end_episode(
+            env, terminated=terminated, truncated=truncated, final=final, metadata=metadata
+        )
 
     def abort_episode(self, env: int = 0) -> None:
-        """Give up an episode of this handle's writer; see `RayWriter.abort_episode`."""
+        """Give up an episode of the writer of this handle; see `RayWriter.abort_episode`."""
         self._own_writer.abort_episode(env)
 
     def flush(self) -> int:
-        """Make durable what this handle appended, and what other writers' blocks that have arrived hold.
+        """Make durable all steps of this handle, and all blocks of other writers that have arrived.
 
         Returns:
-            How many steps of this handle's own may be lost since the last flush; 0 unless an actor died.
+            The number of steps of this handle since its last flush that may be lost; 0 unless an actor died.
         """
         n_lost = self._writer.flush() if self._writer is not None else 0
-        self._all("flush")
+        self._call_all("flush")
         return n_lost
 
     # ---- sampling
 
-    def sample(self, batch_size: int, windows: Windows | None = None, **which: Any) -> Any:
-        """Draw a batch from the union of the partitions; see `ReplayBuffer.sample` for what ``which`` may be.
+    def sample(
+        self,
+        batch_size: int,
+        windows: Windows | None = None,
+        *,
+        where: Where | None = None,
+        recent_steps: int | None = None,
+        recent_episodes: int | None = None,
+        recent_fraction: float = 1.0,
+        prioritised: bool = True,
+        relabel: Hindsight | None = None,
+    ) -> Any:
+        """Draw a batch from the union of the partitions; see `ReplayBuffer.sample`.
 
-        With several actors, they are asked first how much each has. Rows of one actor stand together.
+        With several actors, all are first asked how much they have. Rows of one actor are next to each other.
+
+        Args:
+            batch_size: Number of windows.
+            windows: Which windows, and what comes with them; by default those that the buffer was made with.
+            where: Draw only from episodes for which this function of the episode table returns True.
+            recent_steps: Draw only windows that start within this many of the newest steps, over all actors.
+            recent_episodes: Draw only from this many of the newest episodes, over all actors.
+            recent_fraction: The part of the batch to which the two limits apply.
+            prioritised: False: draw uniformly, although the buffer has priorities.
+            relabel: Give some windows goals that were achieved, and the rewards that go with them.
         """
-        return self._batch(self._learner.sample(batch_size, windows, which))
+        restrictions = DrawRestrictions(where, recent_steps, recent_episodes, recent_fraction, prioritised, relabel)
+        return self._to_batch(self._sampler.sample(batch_size, windows, restrictions))
 
     def batches(
-        self, batch_size: int, windows: Windows | None = None, *, prefetch: int = 2, **which: Any
+        self,
+        batch_size: int,
+        windows: Windows | None = None,
+        *,
+        prefetch: int = 2,
+        where: Where | None = None,
+        recent_steps: int | None = None,
+        recent_episodes: int | None = None,
+        recent_fraction: float = 1.0,
+        prioritised: bool = True,
+        relabel: Hindsight | None = None,
     ) -> Generator[Any, None, None]:
-        """An endless iterator over batches, with ``prefetch`` asked for ahead; its ``close`` frees what it has.
+        """An endless iterator over batches; ``prefetch`` of them are requested ahead. See `sample`.
 
-        With several actors, how much each has is known from the newest batch that came, so it may be as old as
-        ``prefetch`` + 1 batches.
+        Its ``close`` frees its connections and memory. With several actors, how much each has is known from the
+        newest batch received, so it may be ``prefetch`` + 1 batches old.
         """
-        return self._iterate(self._learner.batches(batch_size, windows, prefetch, which))
+        restrictions = DrawRestrictions(where, recent_steps, recent_episodes, recent_fraction, prioritised, relabel)
+        return self._iterate(self._sampler.batches(batch_size, windows, prefetch, restrictions))
 
-    def _iterate(self, batches: Generator[Flat, None, None]) -> Generator[Any, None, None]:
+    def _iterate(self, batches: Generator[FlatBatch, None, None]) -> Generator[Any, None, None]:
         with contextlib.closing(batches):
             while True:
-                yield self._batch(next(batches))
+                yield self._to_batch(next(batches))
 
-    def _batch(self, flat: Flat) -> Any:
+    def _to_batch(self, flat: FlatBatch) -> Any:
         return to_batch(flat, self._spec.as_tensordict)
 
     def update_priorities(
         self, batch: Any, priority: torch.Tensor, windows: Windows | None = None, *, wait: bool = True
     ) -> int:
-        """Send priorities back to where windows came from; see `ReplayBuffer.update_priorities`.
+        """Send priorities back to the actors that gave the windows; see `ReplayBuffer.update_priorities`.
 
         Args:
             batch: A batch, or its ``actor`` and ``index`` as one tensor ``[batch, 4]``.
             priority: ``[batch]``, or ``[batch, length]``.
-            windows: What was sampled, where its stride is not 1.
-            wait: Until they are set; otherwise a failure is raised by one of the next calls of this.
+            windows: The windows that were sampled, if their stride is not 1.
+            wait: Return when the priorities are set. Otherwise a later call of this method raises failures.
 
         Returns:
-            How many were ignored, because their steps were evicted or their actor was restarted since; 0 if it does
-            not wait.
+            The number of priorities that were ignored, because their steps were evicted or their actor was
+            restarted since; 0 without ``wait``.
         """
-        return self._learner.update_priorities(*_named(batch), priority, windows, wait=wait)
+        return self._sampler.update_priorities(*_window_names(batch), priority, windows, wait=wait)
 
-    # ---- all the rest
+    # ---- other methods
 
-    def _all(self, method: str, *given: Any) -> list[Any]:
-        """Call all actors at once; raises the first failure when all have answered."""
-        refs = [getattr(actor, method).remote(*given) for actor in self._actors]
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call all actors at the same time; raises the first failure after all have answered."""
+        refs = [getattr(actor, method).remote(*arguments) for actor in self._actors]
         ray.wait(refs, num_returns=len(refs), fetch_local=False)
-        return [get(ref) for ref in refs]
+        return [get_result(ref) for ref in refs]
 
     @property
     def n_steps(self) -> int:
-        return sum(n_steps for n_steps, _ in self._all("figures"))
+        return sum(n_steps for n_steps, _ in self._call_all("sizes"))
 
     @property
     def n_episodes(self) -> int:
-        return sum(n_episodes for _, n_episodes in self._all("figures"))
+        return sum(n_episodes for _, n_episodes in self._call_all("sizes"))
 
     def __len__(self) -> int:
         """Number of steps."""
         return self.n_steps
 
     def n_windows(self, windows: Windows | None = None) -> int:
-        """How many windows can be drawn."""
-        return sum(self._all("call", "n_windows", {"windows": windows}))
+        """The number of windows that can be drawn."""
+        return sum(self._call_all("call_buffer", "n_windows", {"windows": windows}))
 
     def is_ready(self, *, min_steps: int = 1, min_episodes: int = 0) -> bool:
-        """Whether so much can be sampled already, all actors together."""
-        figures = self._all("figures")
-        n_steps, n_episodes = (sum(figure[i] for figure in figures) for i in range(2))
+        """Whether the actors together have this many steps and episodes."""
+        sizes = self._call_all("sizes")
+        n_steps, n_episodes = (sum(size[i] for size in sizes) for i in range(2))
         return bool(n_steps >= min_steps and n_episodes >= min_episodes)
 
     def wait_ready(self, *, min_steps: int = 1, min_episodes: int = 0, timeout_s: float | None = None) -> None:
-        """Wait until collectors have appended so much.
+        """Wait until collectors have appended this many steps and episodes.
 
         Raises:
-            TimeoutError: They have not.
+            TimeoutError: They have not within ``timeout_s``.
         """
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while not self.is_ready(min_steps=min_steps, min_episodes=min_episodes):
@@ -361,26 +390,30 @@ class RayReplayBuffer:
             time.sleep(_POLL_S)
 
     def save_checkpoint(self, name: str = "checkpoint", *, keep_last: int | None = None) -> str:
-        """Name the state of this moment in all actors; returns its id when it is durable.
+        """Save a checkpoint of all actors; returns its id when it is durable.
 
-        Blocks that writers have not sent yet, or that are on their way, are in it or not: flush first.
+        Blocks that a writer has not sent yet, or that are still on their way, may be missing from it: flush first.
+
+        Args:
+            name: Name of the checkpoint.
+            keep_last: Number of checkpoints to keep; see `ReplayBuffer.save_checkpoint`.
 
         Raises:
-            Exception: What failed, in whichever actor; then there is no such checkpoint.
+            Exception: The failure of an actor; then the checkpoint does not exist.
         """
-        ids: list[str] = self._all("save_checkpoint", name, keep_last)
+        ids: list[str] = self._call_all("save_checkpoint", name, keep_last)
         return ids[0]
 
     def stats(self) -> list[dict[str, Any]]:
-        """Figures of every actor, by rank; see `ReplayBuffer.stats`."""
-        return self._all("stats")
+        """Statistics of every actor, by rank; see `ReplayBuffer.stats`."""
+        return self._call_all("stats")
 
     def close(self) -> None:
         """Flush, close the buffers, and end the actors."""
         if self._writer is not None:
             self._writer.close()
-        self._learner.close()
-        self._all("close")
+        self._sampler.close()
+        self._call_all("close")
         for actor in self._actors:
             ray.kill(actor)
 
@@ -394,11 +427,13 @@ class RayReplayBuffer:
         return f"<RayReplayBuffer {self.url}, {self.n_actors} actors>"
 
 
-def _named(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _window_names(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The actors and indices that name the windows of a batch."""
     if not isinstance(batch, torch.Tensor):
         return batch["actor"].cpu(), batch["index"].cpu()
     if batch.dim() != 2 or batch.shape[1] != 4 or batch.dtype != torch.int64:
         raise DataError(
-            f"batch: expected one, or int64 of shape (batch, 4), got {batch.dtype} of shape {tuple(batch.shape)}"
+            "batch: expected a batch, or int64 of shape (batch, 4),"
+            f" got {batch.dtype} of shape {tuple(batch.shape)}"
         )
     return batch[:, 0].cpu(), batch[:, 1:].cpu()

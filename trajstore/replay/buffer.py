@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Unpack
@@ -12,12 +11,12 @@ import numpy as np
 import torch
 
 from trajstore.arguments import check_positive
-from trajstore.distributed.partitions import PartitionReport, Policy
+from trajstore.distributed.partition_report import PartitionReport
+from trajstore.distributed.partitions import Policy
 from trajstore.distributed.redistribution import plan_partitions
-from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.format.handles import EpisodeKey
 from trajstore.replay.append_methods import AppendMethods
-from trajstore.replay.checkpoint_lineage import prune
+from trajstore.replay.checkpoint_methods import CheckpointMethods
 from trajstore.replay.exit_hooks import ExitHooks
 from trajstore.replay.options import OptionChanges, RejoinChanges, ReplayOptions, check_options, with_ranks
 from trajstore.replay.pacing import SamplesPerInsert
@@ -36,7 +35,6 @@ from trajstore.sampling.priority_options import Priorities
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema
-from trajstore.store import checkpoints
 from trajstore.store.store import Store, Url, create
 from trajstore.store.store import open as open_store
 
@@ -44,7 +42,7 @@ _log = logging.getLogger(__name__)
 _WINDOWS = Windows()
 
 
-class ReplayBuffer(AppendMethods, SampleMethods):
+class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
     """Appends, keeps, samples and checkpoints experience at a URL; safe to use from several threads.
 
     An appended step can be sampled at once, also while its episode is open. It is encoded and stored in the
@@ -441,101 +439,6 @@ class ReplayBuffer(AppendMethods, SampleMethods):
         """Make commits of other writers of this world visible. The cost is proportional to the new data."""
         self._session.refresh()
 
-    def save_checkpoint(self, name: str = "checkpoint", *, wait: bool = False, keep_last: int | None = None) -> str:
-        """Name the state of this moment, to resume from. No step data is copied or read.
-
-        The state is captured at once, written in the background, and published when everything it needs is durable.
-        If that fails, the next call on the buffer raises the failure, and the previous checkpoint stays valid.
-
-        With several ranks, all of them call this with the same name, each at its own moment. The checkpoint is
-        published, by one put, when the parts of all ranks are durable. If a rank fails or never calls, nothing is
-        published.
-
-        Args:
-            name: Name of the checkpoint; a unique id is added.
-            wait: Return when it is durable.
-            keep_last: Afterwards keep only this many checkpoints of this lineage, including the new one.
-
-        Returns:
-            The checkpoint's id.
-        """
-        if self._session.group.size == 1:
-            self._session.check()
-        else:  # this rank takes part before it raises an earlier failure: the other ranks wait for it
-            self._session.check_open()
-        if keep_last is not None and not (isinstance(keep_last, int) and keep_last >= 1):
-            raise ValueError(f"keep_last: expected a positive number or None, got {keep_last!r}")
-        return self._session.schedule.save(name, wait=wait, keep_last=keep_last)
-
-    def request_checkpoint(
-        self, name: str = "requested", *, wait: bool = False, timeout_s: float | None = None
-    ) -> str | None:
-        """Ask all ranks for a checkpoint, from any one of them; the others need not call anything.
-
-        Each rank captures its state in the background when it sees the request, so the ranks capture different
-        moments; for one moment, call `save_checkpoint` on all ranks. `trajstore.request_checkpoint` does the same
-        from outside. Requests of the same moment are answered by one checkpoint, under one of their names.
-
-        Args:
-            name: Name of the checkpoint; a unique id is added.
-            wait: Return when it is published, with its id.
-            timeout_s: Seconds to wait for that.
-        """
-        self._session.check()
-        return self._session.schedule.ask(name, wait=wait, timeout_s=timeout_s)
-
-    def checkpoint_on_exit(
-        self,
-        *,
-        signals: Iterable[int] = (signal.SIGTERM,),
-        exceptions: bool = True,
-        timeout_s: float = 60.0,
-    ) -> None:
-        """Take a checkpoint of all ranks before this process ends by a signal or an uncaught exception.
-
-        The process then ends as it would have. Call this in the main thread; `close` restores the handlers.
-
-        Args:
-            signals: Signals to handle; by default the one that pre-emption sends.
-            exceptions: Whether to handle exceptions that leave the program, or the ``with`` block of this buffer.
-            timeout_s: Seconds by which the end may be delayed.
-        """
-        self._session.check()
-        if self._exit_hooks is not None:
-            self._exit_hooks.remove()
-        self._exit_hooks = ExitHooks(lambda why: self._save_last(why, timeout_s), signals, exceptions)
-
-    def _save_last(self, why: str, timeout_s: float) -> None:
-        if not self._session.is_ending:
-            _log.warning("taking a last checkpoint: %s", why)
-            try:
-                self._session.schedule.ask("last", wait=True, timeout_s=timeout_s)
-            except BaseException:
-                self._session.schedule.cancel()  # the process is about to end
-                raise
-
-    def state_dict(self, *, keep_last: int | None = None) -> dict[str, str]:
-        """Save a checkpoint, and return what your own checkpoint has to keep for `resume`: its URL and id.
-
-        The state itself is in the store, where it protects the rows it needs from being deleted; ``keep_last``
-        removes older checkpoints of this lineage.
-        """
-        return {"url": self.url, "checkpoint": self.save_checkpoint("state", wait=True, keep_last=keep_last)}
-
-    @property
-    def checkpoints(self) -> list[Checkpoint]:
-        """All checkpoints of the store, parents before children."""
-        return checkpoints.list_checkpoints(self._session.storage)
-
-    def prune_checkpoints(self, keep: int) -> list[str]:
-        """Remove the oldest checkpoints of this lineage so that ``keep`` remain; returns the removed ids."""
-        self._session.check()
-        if not isinstance(keep, int) or keep < 1:
-            raise ValueError(f"keep: expected a positive number, got {keep!r}")
-        self._session.schedule.wait()
-        newest = self._session.schedule.newest
-        return prune(self._session.storage, newest, keep) if newest is not None else []
-
     # ---- the end
 
     def close(self) -> None:
@@ -548,10 +451,6 @@ class ReplayBuffer(AppendMethods, SampleMethods):
         finally:
             if self._session.is_closed:
                 self._remove_exit_hooks()
-
-    def _remove_exit_hooks(self) -> None:
-        if self._exit_hooks is not None:
-            self._exit_hooks.remove()
 
     def _release(self) -> None:
         """End all threads; steps that are not durable are lost."""

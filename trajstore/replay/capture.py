@@ -60,14 +60,14 @@ class Capture:
 
     def _try(self, name: str, keep_last: int | None, hold: Callable[[CapturedState], None]) -> CapturedState | None:
         """None if some appended steps can't be shown before they are committed."""
-        with self._assembler.lock, self._writer.staged(blocking=True) as staging:
+        with self._assembler.lock, self._writer.locked_staging(blocking=True) as staging:
             self._assembler.publish(may_commit=False)
             if self._assembler.is_behind(staging):
                 return None
             wanted = unshown_rows(self._assembler)
             record: Future[tuple[CommitRecord | None, Mapping[str, Any]]] = Future()
             extents, state = self._extents(wanted), self._state()
-            ticket = self._writer.cut(lambda found: self._committed(record, found))
+            ticket = self._writer.capture_record(lambda found: self._committed(record, found))
             own = self._writer.stream
             captured = CapturedState(name, extents, own, wanted.get(own, 0), state, record, ticket, keep_last)
             hold(captured)
@@ -87,5 +87,5 @@ class Capture:
             if stream != self._writer.stream and first < extent.stop:
                 extents[stream] = replace(extent, first=first, record=None)
                 if records[stream].is_sealed:  # embedded, so that a resume need not read it
-                    extents[stream] = replace(extents[stream], record=extents[stream].of(records[stream]))
+                    extents[stream] = replace(extents[stream], record=extents[stream].truncate(records[stream]))
         return extents

@@ -96,7 +96,7 @@ class CollectiveCheckpoint:
                 return put_part()
             own = put_part()
             note = {"name": self._name, "streams": {stream: _to_note(extent) for stream, extent in own.items()}}
-            self._group.board.post_all({**dict.fromkeys(self._old_notes), key: note})
+            self._group.notes.post_all({**dict.fromkeys(self._old_notes), key: note})
         except BaseException as failure:
             self._post_failure(key, f"rank {self._group.rank}: {failure}")
             raise
@@ -159,7 +159,7 @@ class CollectiveCheckpoint:
         notes = {key: outcome, f"concluded/{self._lane}": self._id}
         for _ in range(_TRIES):
             with contextlib.suppress(RankError, StorageError):  # then the other ranks look for the checkpoint
-                self._group.board.post_all({**dict.fromkeys(dropped), **notes})
+                self._group.notes.post_all({**dict.fromkeys(dropped), **notes})
                 break
             if self._group.is_closing.wait(_TRY_S):
                 break

@@ -11,6 +11,7 @@ from trajstore.replay.pacing import SamplesPerInsert
 from trajstore.replay.session_state import as_tensors
 from trajstore.replay.turns import TurnTaking
 from trajstore.sampling.batch_iterator import BatchIterator
+from trajstore.sampling.outputs import Batch
 from trajstore.sampling.reader import Reader
 
 _MAX_REDRAWS = 8
@@ -43,7 +44,7 @@ class Drawing:
         self._saved = list(saved)
         self.n_sampled = self.n_redrawn = 0
 
-    def sample(self, batch_size: int, draw: Callable[[], Any]) -> Any:
+    def sample(self, batch_size: int, draw: Callable[[], Batch]) -> Batch:
         """Wait until the pace allows a batch, then draw it. A draw that raises counts as no sample."""
         self.admit(batch_size)
         self._turns.begin_batch()
@@ -63,7 +64,7 @@ class Drawing:
             self._pace.await_sample(batch_size)
         self.n_sampled += batch_size
 
-    def _drawn(self, draw: Callable[[], Any]) -> Any:
+    def _drawn(self, draw: Callable[[], Batch]) -> Batch:
         for _ in range(_MAX_REDRAWS):
             try:
                 return draw()

@@ -80,7 +80,7 @@ class _Merge:
 
     def _order(self) -> IndexOrder:
         """The episodes of this rank in order; open and cut ones may be truncated, headless ones begin later."""
-        plan, mine = self._plan, self._episodes.rows
+        plan, mine = self._plan, self._episodes.positions
         is_ended = (plan.fate("open", "truncate") | plan.fate("cut", "truncate"))[mine]
         is_begun = plan.fate("headless", "truncate")[mine]
         return IndexOrder(

@@ -48,8 +48,8 @@ class ReplayOptions:
     compiled: bool = True
 
 
-class RejoinChanges(TypedDict, total=False):
-    """Options by name, as `ReplayBuffer.rejoin` takes them: all of `ReplayOptions` but rank and world size."""
+class PartitionChanges(TypedDict, total=False):
+    """Options by name that the Ray actors of one buffer share: `ReplayOptions` but name, rank and world size."""
 
     capacity: int | Retention | None
     device: str | torch.device
@@ -60,7 +60,6 @@ class RejoinChanges(TypedDict, total=False):
     samples_per_insert: SamplesPerInsert | None
     statistics: bool | Sequence[str]
     seed: int
-    name: str
     commit_steps: int | None
     commit_seconds: float | None
     buffer_bytes: int | str
@@ -73,6 +72,12 @@ class RejoinChanges(TypedDict, total=False):
     keep_checkpoints: int | None
     as_tensordict: bool
     compiled: bool
+
+
+class RejoinChanges(PartitionChanges, total=False):
+    """Options by name, as `ReplayBuffer.rejoin` takes them: all of `ReplayOptions` but rank and world size."""
+
+    name: str
 
 
 class OptionChanges(RejoinChanges, total=False):

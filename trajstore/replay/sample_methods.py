@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -13,7 +13,8 @@ from trajstore.replay.session import Session
 from trajstore.sampling.batch_assembler import Where
 from trajstore.sampling.batch_iterator import BatchIterator
 from trajstore.sampling.hindsight import Hindsight
-from trajstore.sampling.outputs import Ring
+from trajstore.sampling.outputs import Batch, Ring
+from trajstore.sampling.priority_options import PriorityChanges
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Field
 
@@ -38,7 +39,7 @@ class SampleMethods:
         prioritised: bool = True,
         relabel: Hindsight | None = None,
         out: Mapping[str, Any] | Ring | None = None,
-    ) -> Any:
+    ) -> Batch:
         """Draw a batch of windows: uniformly, or by priority if the buffer has priorities.
 
         Args:
@@ -138,7 +139,7 @@ class SampleMethods:
         windows: Windows | None = None,
         where: Where | None = None,
         index: torch.Tensor | None = None,
-    ) -> Any:
+    ) -> Batch:
         """Whole episodes, padded to the longest; see `Reader.sample_episodes`."""
         self._session.check()
         return self._session.reader.sample_episodes(batch_size, windows=windows, where=where, index=index)
@@ -150,7 +151,7 @@ class SampleMethods:
         *,
         relabel: Hindsight | None = None,
         out: Mapping[str, Any] | Ring | None = None,
-    ) -> Any:
+    ) -> Batch:
         """The windows that a batch's ``index`` names; see `Reader.at`."""
         self._session.check()
         return self._session.reader.at(index, self._windows(windows), relabel=relabel, out=out)
@@ -166,13 +167,13 @@ class SampleMethods:
         self._session.check()
         return self._session.reader.update_priorities(index, priority, windows)
 
-    def set_priorities(self, **options: Any) -> None:
-        """Change options of the priorities; see `Reader.set_priorities`."""
+    def set_priorities(self, **changes: Unpack[PriorityChanges]) -> None:
+        """Change options of `Priorities`; see `Reader.set_priorities`. Checkpoints keep the changed options."""
         session = self._session
         session.check()
-        session.reader.set_priorities(**options)
+        session.reader.set_priorities(**changes)
         if session.options.priorities is not None:
-            changed = replace(session.options.priorities, **options)
+            changed = replace(session.options.priorities, **changes)
             session.options = replace(session.options, priorities=changed)
 
     def add_column(self, name: str, field: Field, *, fill: float = 0) -> None:

@@ -128,7 +128,7 @@ class Session:
             self._restore(start.state)
         self.evictor.follow(shown)
         if options.statistics:
-            self.writer.observe(self.statistics.update)
+            self.writer.set_commit_observer(self.statistics.update)
         self.reader.assembler.published = self.eviction.apply_limits
         if (start.checkpoint is not None or start.is_back) and self.store.schema is not None:
             self.writer.publish_view()  # from now on, what this session wants of older streams counts

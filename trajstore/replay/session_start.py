@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trajstore.distributed.joining import join_group, rejoin_group
 from trajstore.distributed.partitions import Partitions, Policy
-from trajstore.distributed.rank_group import RankGroup, join_group, rejoin_group
+from trajstore.distributed.rank_group import RankGroup
 from trajstore.distributed.redistribution import plan_partitions, read_parts
 from trajstore.errors import RankError
 from trajstore.format.marks import Marks

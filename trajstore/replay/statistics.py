@@ -11,7 +11,7 @@ import numpy as np
 
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError
-from trajstore.schema import Array, Field, Schema, checked, widen_bfloat16
+from trajstore.schema import Array, Field, Schema, check_value, widen_bfloat16
 
 _BLOCK_ELEMENTS = 1 << 16  # elements that are converted to float64 at a time
 _BUFFER_BYTES = 1 << 18  # of rows of one field that wait for evaluation
@@ -194,7 +194,7 @@ class _Moments:
             or rows.shape[1:] != self._shape
             or not rows.ndim
         ):
-            rows = checked(self._path, self._spec, rows, np.shape(rows)[:1])
+            rows = check_value(self._path, self._spec, rows, np.shape(rows)[:1])
         n = len(rows)
         stop = self._n_waiting + n
         if stop > self._capacity:

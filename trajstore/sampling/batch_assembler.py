@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.cache.chunk_cache import ChunkCache, RowRequest
+from trajstore.cache.chunk_cache import ChunkCache
+from trajstore.cache.row_request import RowRequest
 from trajstore.errors import (
     ClosedError,
     CorruptionError,
@@ -24,7 +25,7 @@ from trajstore.errors import (
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
-from trajstore.sampling.batch_plan import WHOLE, BatchPlan, BatchPlanner
+from trajstore.sampling.batch_plan import PER_WINDOW_KEYS, BatchPlan, BatchPlanner
 from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.episode_index import LIVE, EpisodeIndex, RowLocations
 from trajstore.sampling.live_episodes import AppendedRows, IndexChange, LiveEpisodes
@@ -102,7 +103,7 @@ class BatchAssembler:
             self.index.rank = writer.rank or 0
         self.follow(snapshot)
         if writer is not None and self._live is not None:
-            writer.follow(self._live)  # last: it can't be undone
+            writer.set_append_listener(self._live)  # last: it can't be undone
 
     def follow(self, snapshot: Snapshot) -> None:
         """Show what a newer snapshot shows; costs what is new and what is open.
@@ -160,7 +161,7 @@ class BatchAssembler:
         if self._is_torn:
             raise DataError("this reader lost track of its writer by an error before; make another")
         # Nobody who holds the writer's lock waits for ours.
-        with self._writer.staged(blocking=waits or self._cache is None) as staging:
+        with self._writer.locked_staging(blocking=waits or self._cache is None) as staging:
             if self._cache is None and not self._make_live_cache(staging):
                 return
             self._is_torn = True  # until everything that was taken is where it belongs
@@ -497,4 +498,4 @@ def _opened(outs: Mapping[str, torch.Tensor], windows: Windows) -> dict[str, tor
     """Outputs with the axis of the window, which squeezed batches lack."""
     if not windows.squeeze:
         return dict(outs)
-    return {key: out if key in WHOLE else out.unsqueeze(1) for key, out in outs.items()}
+    return {key: out if key in PER_WINDOW_KEYS else out.unsqueeze(1) for key, out in outs.items()}

@@ -1,4 +1,4 @@
-"""Which windows come next: at random, in epochs, or from the part of a large store that is resident."""
+"""Chooses the windows of the next batch: at random, every window once, or from the part of a store in the cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,19 @@ from trajstore.schema import Array
 
 State = dict[str, Any]
 
+_MAX_REDRAWS = 1000  # attempts to replace evicted windows of a batch
+
 
 @dataclass(frozen=True, slots=True)
 class DrawScope:
-    """Which windows may be drawn: those of chosen episodes, or recent ones, or a mix of recent and all."""
+    """Restricts draws to the windows of chosen episodes, to recent windows, or to a mix of recent and all windows.
+
+    Args:
+        where: Returns which episodes of the episode table may be drawn; None for all.
+        recent_steps: Draw windows that start among this many newest steps.
+        recent_episodes: Draw windows of this many newest episodes.
+        recent_fraction: Fraction of a batch that is restricted to recent windows; the rest comes from all windows.
+    """
 
     where: Where | None = None
     recent_steps: int | None = None
@@ -38,36 +47,43 @@ class DrawScope:
         if not 0.0 <= self.recent_fraction <= 1.0:
             raise ValueError(f"recent_fraction: expected a number from 0 to 1, got {self.recent_fraction!r}")
         if self.recent_fraction != 1.0 and self.recent_steps is None and self.recent_episodes is None:
-            raise ValueError("recent_fraction goes with recent_steps or recent_episodes")
+            raise ValueError("recent_fraction needs recent_steps or recent_episodes")
 
     @property
     def is_recent(self) -> bool:
-        """Whether recent windows are asked for."""
+        """Whether batches, or a fraction of each, are restricted to recent windows."""
         return self.recent_steps is not None or self.recent_episodes is not None
 
 
 class RandomDraws:
-    """Uniform with replacement, over what the index shows at that moment."""
+    """Draws uniformly with replacement from the windows that the index shows at the moment of the draw."""
 
     def __init__(
-        self, source: BatchAssembler, batch_size: int, windows: Windows, among: DrawScope, rng: CounterRng
+        self, assembler: BatchAssembler, batch_size: int, windows: Windows, scope: DrawScope, rng: CounterRng
     ) -> None:
         check_positive("batch_size", batch_size)
-        self._source = source
+        self._assembler = assembler
         self._batch_size = batch_size
         self._windows = windows
-        self._among = among
+        self._scope = scope
         self._rng = rng
 
     def draw(self, batch_size: int | None = None) -> tuple[WindowKind, DrawnWindows] | None:
-        """The windows of the next batch, or some in place of others that are gone."""
-        among, n = self._among, batch_size or self._batch_size
-        kind = self._source.kind(self._windows, among.where)
-        low = first_recent(kind, among)
-        n_recent = round(n * among.recent_fraction) if low else 0
+        """Draw the windows of a batch.
+
+        Args:
+            batch_size: How many, if not a whole batch: replacements of windows that were evicted after their draw.
+
+        Raises:
+            NotReadyError: No such window exists.
+        """
+        scope, n = self._scope, batch_size or self._batch_size
+        kind = self._assembler.kind(self._windows, scope.where)
+        low = first_recent(kind, scope)
+        n_recent = round(n * scope.recent_fraction) if low else 0
         if kind.starts.total <= (low if n_recent else 0):
-            raise self._source.no_windows(
-                self._windows, "that the restrictions allow " if low or among.where else ""
+            raise self._assembler.no_windows(
+                self._windows, "that the restrictions allow " if low or scope.where else ""
             )
         parts = [(n_recent, low), (n - n_recent, 0)]
         drawn = [kind.starts.draw(count, self._rng, first) for count, first in parts if count]
@@ -75,7 +91,7 @@ class RandomDraws:
 
     @property
     def kind(self) -> WindowKind:
-        return self._source.kind(self._windows, self._among.where)
+        return self._assembler.kind(self._windows, self._scope.where)
 
     def state_dict(self) -> State:
         return {"rng": self._rng.state_dict()}
@@ -87,22 +103,25 @@ class RandomDraws:
         return {}
 
 
-def first_recent(kind: WindowKind, among: DrawScope) -> int:
-    """The number of the first recent window."""
+def first_recent(kind: WindowKind, scope: DrawScope) -> int:
+    """Return the number of the first recent window; 0 if all windows are in the scope."""
     low = 0
-    if among.recent_steps is not None:
-        low = kind.starts.of_recent_steps(among.recent_steps)
-    if among.recent_episodes is not None:
-        low = max(low, kind.starts.of_recent_episodes(among.recent_episodes))
+    if scope.recent_steps is not None:
+        low = kind.starts.first_of_recent_steps(scope.recent_steps)
+    if scope.recent_episodes is not None:
+        low = max(low, kind.starts.first_of_recent_episodes(scope.recent_episodes))
     return low
 
 
-class _Frozen:
-    """The windows of one kind as they were at one moment, numbered; what was evicted since is left out."""
+class _FrozenWindows:
+    """The numbered windows of one kind that existed at one moment.
 
-    def __init__(self, source: BatchAssembler, kind: WindowKind) -> None:
-        index = source.index
-        self._source = source
+    Windows that are evicted later keep their numbers, but are no longer drawn.
+    """
+
+    def __init__(self, assembler: BatchAssembler, kind: WindowKind) -> None:
+        index = assembler.index
+        self._assembler = assembler
         self.kind = kind
         self.total = kind.starts.total
         self._seen = index.generation, index.version
@@ -112,23 +131,23 @@ class _Frozen:
         self._episodes = np.stack([column[: index.n].astype(np.int64) for column in columns])
 
     def draws(self, numbers: Array, rng: CounterRng) -> DrawnWindows:
-        """The windows of these numbers that are still there."""
+        """Return the windows with these numbers, without those that were evicted."""
         sums, stream, episode, t_base, usable = self._episodes
         at = np.searchsorted(sums, numbers, side="right")
         offset = numbers - np.where(at > 0, sums[at - 1], 0)
-        spec = self.kind.windows
-        start = spec.start(torch.from_numpy(offset), torch.from_numpy(usable[at])).numpy()
-        index, entry = self._source.index, at
+        windows = self.kind.windows
+        start = windows.start(torch.from_numpy(offset), torch.from_numpy(usable[at])).numpy()
+        index, entry = self._assembler.index, at
         if not index.n:
             return DrawnWindows(*(torch.empty(0, dtype=torch.int64, device=index.device) for _ in range(2)))
         if self._seen != (index.generation, index.version):
-            names = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
-            entry = index.find(names[stream[at]], episode[at])
-        evicted = np.where(entry >= 0, index.t_base.host[entry] - t_base[at], 0)
-        # Steps go from the front. Of an episode that lost some, windows that start later are left.
-        kept = (entry >= 0) & ((evicted == 0) | (start - evicted >= spec.lead))
+            streams = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
+            entry = index.find(streams[stream[at]], episode[at])
+        n_evicted = np.where(entry >= 0, index.t_base.host[entry] - t_base[at], 0)
+        # Steps are evicted from the front of an episode. Windows that start behind them remain.
+        kept = (entry >= 0) & ((n_evicted == 0) | (start - n_evicted >= windows.lead))
         self.kind.starts.update()
-        entries, starts = (torch.from_numpy(a[kept]).to(self._source.device) for a in (entry, start - evicted))
+        entries, starts = (torch.from_numpy(a[kept]).to(self._assembler.device) for a in (entry, start - n_evicted))
         return self.kind.starts.with_n(DrawnWindows(entries, starts), rng)
 
     def state_dict(self) -> State:
@@ -140,31 +159,45 @@ class _Frozen:
         self._seen = (-1, -1)
 
 
-def _freeze(source: BatchAssembler, windows: Windows, where: Where | None, why: str) -> _Frozen:
-    """The windows there are now; ``why`` no weights are taken.
+def _freeze(assembler: BatchAssembler, windows: Windows, where: Where | None, why: str) -> _FrozenWindows:
+    """Number the windows that exist now.
 
     Raises:
-        ValueError: Windows have weights.
-        DataError: There are none.
+        ValueError: The windows have a weight other than ``window``; ``why`` says why that is not possible.
+        NotReadyError: No such window exists.
     """
     if windows.weight != "window":
         raise ValueError(f"weight={windows.weight!r}: {why}")
-    kind = source.kind(windows, where)
+    kind = assembler.kind(windows, where)
     if not kind.starts.total:
-        raise source.no_windows(windows, "that the restrictions allow " if where else "")
-    return _Frozen(source, kind)
+        raise assembler.no_windows(windows, "that the restrictions allow " if where else "")
+    return _FrozenWindows(assembler, kind)
 
 
 class EpochDraws:
-    """Every window once, in random order or in order; the windows are those there are when the epoch begins.
+    """Draws every window once, shuffled or in order.
 
-    Windows that were evicted meanwhile are skipped and counted, later ones wait for the next epoch. ``part`` of
-    ``n_parts`` takes every n-th batch, so that all parts together cover the epoch.
+    An epoch consists of the windows that exist when it starts. Windows that are evicted before their turn are
+    skipped and counted; windows that are added later belong to the next epoch.
+
+    Args:
+        assembler: Has the index and the kinds of window.
+        batch_size: Windows in a batch.
+        windows: The kind of window.
+        where: Returns which episodes of the episode table may be drawn; None for all.
+        rng: Gives the seed of the shuffle.
+        shuffle: Whether to draw in random order.
+        drop_last: Whether to leave out the last batch if it is not full.
+        part: Which part of the epoch to draw: every ``n_parts``-th batch, from batch number ``part`` on.
+        n_parts: Number of parts, which together cover the epoch.
+
+    Attributes:
+        n_skipped: Windows that were skipped because they had been evicted.
     """
 
     def __init__(
         self,
-        source: BatchAssembler,
+        assembler: BatchAssembler,
         batch_size: int,
         windows: Windows,
         where: Where | None,
@@ -176,7 +209,7 @@ class EpochDraws:
         n_parts: int = 1,
     ) -> None:
         check_positive("batch_size", batch_size)
-        self._frozen = _freeze(source, windows, where, "an epoch holds every window once, so all weigh the same")
+        self._frozen = _freeze(assembler, windows, where, "an epoch holds every window once, so all weigh the same")
         self.kind = self._frozen.kind
         self._batch_size, self._drop_last = batch_size, drop_last
         self._part, self._n_parts = part, n_parts
@@ -188,13 +221,13 @@ class EpochDraws:
 
     @property
     def n_batches(self) -> int:
-        """Batches of this part, if nothing is evicted meanwhile."""
+        """Number of batches of this part, if no window is evicted during the epoch."""
         total, size = self._frozen.total, self._batch_size
         n = total // size if self._drop_last else -(-total // size)
         return max(0, -(-(n - self._part) // self._n_parts))
 
     def draw(self) -> tuple[WindowKind, DrawnWindows] | None:
-        """The windows of the next batch; None at the end of the epoch."""
+        """Return the windows of the next batch; None at the end of the epoch."""
         drawn: list[DrawnWindows] = []
         missing = self._batch_size
         while missing and (numbers := self._numbers(missing)) is not None:
@@ -207,7 +240,7 @@ class EpochDraws:
         return self.kind, concat_drawn(drawn)
 
     def _numbers(self, n: int) -> Array | None:
-        """The next numbers of this part, up to the end of a batch of the whole epoch."""
+        """Return at most ``n`` next numbers of this part, up to the end of the current batch; None at the end."""
         size, start = self._batch_size, self._position
         if start >= self._frozen.total:
             return None
@@ -238,15 +271,30 @@ class EpochDraws:
 
 
 class StagedDraws:
-    """Uniform over the segments of the store that are resident; they change as draws go on.
+    """Draws uniformly from the segments of a store that are in the cache, and replaces segments over time.
 
-    Windows are numbered and cut into segments of equal size. ``n_resident`` segments at a time can be drawn from;
-    after ``reuse`` draws for every window of a segment the oldest leaves and the next of a shuffled order enters.
+    The windows that exist at the start are numbered and divided into segments of equal size. Draws come from
+    ``n_resident`` segments at a time. After ``reuse`` draws for every window of a segment, the oldest segment
+    leaves and the next one of a shuffled order enters; that is one *turn*. Every *round* over all segments has its
+    own order.
+
+    Args:
+        assembler: Has the index and the kinds of window.
+        batch_size: Windows in a batch.
+        windows: The kind of window.
+        where: Returns which episodes of the episode table may be drawn; None for all.
+        rng: Gives the random numbers.
+        reuse: Draws for every window of a segment, on average, before the next segment enters.
+        segment: Windows in a segment.
+        n_resident: Segments that can be drawn from at a time.
+
+    Attributes:
+        n_skipped: Drawn windows that were replaced because they had been evicted.
     """
 
     def __init__(
         self,
-        source: BatchAssembler,
+        assembler: BatchAssembler,
         batch_size: int,
         windows: Windows,
         where: Where | None,
@@ -259,7 +307,7 @@ class StagedDraws:
         check_positive("batch_size", batch_size)
         if not reuse > 0:
             raise ValueError(f"reuse: expected a positive number, got {reuse!r}")
-        self._frozen = _freeze(source, windows, where, "staged draws give every window the same weight")
+        self._frozen = _freeze(assembler, windows, where, "staged draws give every window the same weight")
         self.kind = self._frozen.kind
         self._batch_size, self._reuse, self._segment = batch_size, reuse, segment
         self._n_segments = -(-self._frozen.total // segment)
@@ -271,56 +319,62 @@ class StagedDraws:
         self._counts = np.zeros(self._n_segments, np.int64)
 
     def _segments_at(self, turn: int, n: int) -> Array:
-        """The segments that enter at so many turns; every round over all of them has an order of its own."""
+        """Return the segments that enter at ``n`` turns from ``turn`` on."""
         parts = []
         while n:
-            cycle, place = divmod(turn, self._n_segments)
-            taken = min(n, self._n_segments - place)
-            parts.append(self._order(cycle)(place, place + taken))
-            turn, n = turn + taken, n - taken
+            round_, place = divmod(turn, self._n_segments)
+            count = min(n, self._n_segments - place)
+            parts.append(self._order(round_)(place, place + count))
+            turn, n = turn + count, n - count
         return np.concatenate(parts)
 
-    def _order(self, cycle: int) -> Permutation:
-        kind = (self._n_segments, self._seed + cycle)
-        if kind not in self._orders:
-            self._orders = {**dict(list(self._orders.items())[-1:]), kind: Permutation(*kind)}  # two rounds meet
-        return self._orders[kind]
+    def _order(self, round_: int) -> Permutation:
+        key = (self._n_segments, self._seed + round_)
+        if key not in self._orders:  # keep two: where rounds meet, segments of both are resident
+            self._orders = {**dict(list(self._orders.items())[-1:]), key: Permutation(*key)}
+        return self._orders[key]
 
     def windows_of(self, segment: int, every: int) -> DrawnWindows:
-        """Some windows of a segment: every so many-th, and the last."""
+        """Return every ``every``-th window of a segment, and its last one."""
         stop = min((segment + 1) * self._segment, self._frozen.total)
         numbers = np.append(np.arange(segment * self._segment, stop, every), stop - 1)
         return self._frozen.draws(numbers, CounterRng(0))
 
     @property
     def next_segment(self) -> int:
-        """The segment that enters next."""
+        """The segment that enters next, to be loaded ahead of time."""
         return int(self._segments_at(self._n_turns + self._n_resident, 1)[0])
 
     def draw(self) -> tuple[WindowKind, DrawnWindows] | None:
-        """The windows of the next batch; an epoch has no end here."""
+        """Draw the windows of the next batch. There is no end, so the result is never None.
+
+        Raises:
+            DataError: Nearly all windows were evicted since the start.
+        """
         drawn: list[DrawnWindows] = []
         missing = self._batch_size
-        for _ in range(1000):
+        for _ in range(_MAX_REDRAWS):
             draw = self._frozen.draws(self._numbers(missing), self._rng)
             self.n_skipped += missing - len(draw.entry)
             missing -= len(draw.entry)
             drawn += [draw] if len(draw.entry) else []
             if not missing:
                 return self.kind, concat_drawn(drawn)
-        raise DataError(f"nearly all of the {self._frozen.total} windows were evicted since; begin anew")
+        raise DataError(
+            f"staged draws: nearly all of their {self._frozen.total} windows were evicted; call staged() again"
+        )
 
     def _numbers(self, n: int) -> Array:
         parts = []
         while n:
-            left = math.ceil((self._n_turns + 1) * self._reuse * self._segment) - self._n_drawn
-            taken = min(n, max(1, left))
-            parts.append(self._numbers_of_turn(taken))
-            n -= taken
+            n_left = math.ceil((self._n_turns + 1) * self._reuse * self._segment) - self._n_drawn
+            count = min(n, max(1, n_left))
+            parts.append(self._numbers_of_turn(count))
+            n -= count
         return np.concatenate(parts)
 
     def _numbers_of_turn(self, n: int) -> Array:
-        # Where two rounds meet, a segment may be in both.
+        # Where two rounds meet, a segment may be resident in both; it counts once.
         resident = np.unique(self._segments_at(self._n_turns, self._n_resident))
         sizes = np.minimum((resident + 1) * self._segment, self._frozen.total) - resident * self._segment
         sums = np.cumsum(sizes)
@@ -334,7 +388,7 @@ class StagedDraws:
         return numbers
 
     def stats(self) -> State:
-        """How far this is from uniform draws: the reuse so far, and the total variation distance by segment."""
+        """Return how draws so far differ from uniform ones: reuse, and total variation distance over segments."""
         sizes = np.full(self._n_segments, self._segment)
         sizes[-1] = self._frozen.total - (self._n_segments - 1) * self._segment
         n = max(1, self._n_drawn)

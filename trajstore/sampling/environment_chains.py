@@ -1,4 +1,4 @@
-"""What each environment experienced, episode after episode: the order in which windows cross their ends."""
+"""Chains of consecutive episodes of one environment, for windows that cross the ends of episodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from trajstore.schema import Array
 
 @dataclass(frozen=True, slots=True)
 class ChainSteps:
-    """Steps of a chain: the episode they are in and their position there; ``exists`` where the chain has one."""
+    """Steps of chains: the index entry of the episode that each lies in, and its position there.
+
+    ``exists`` is False for steps before the start or after the end of a chain; the nearest step stands in for them.
+    """
 
     entry: torch.Tensor
     position: torch.Tensor
@@ -21,12 +24,20 @@ class ChainSteps:
 
 
 class EnvironmentChains:
-    """The episodes of an index, brought together by stream and environment. Made anew when the index changes."""
+    """The episodes of an index, grouped by stream and environment and sorted by episode number.
+
+    Immutable: build new chains when the index changes, at a cost proportional to all its episodes.
+
+    Attributes:
+        n_left: By index entry: steps from the first step of the episode to the end of its chain.
+        n_left_on_device: The same, on the device.
+    """
 
     def __init__(self, index: EpisodeIndex) -> None:
-        here = slice(index.first, index.n)
+        shown = slice(index.first, index.n)
         n = index.n - index.first
-        order = index.first + np.lexsort((index.episode.host[here], index.env.host[here], index.stream.host[here]))
+        keys = (index.episode.host[shown], index.env.host[shown], index.stream.host[shown])
+        order = index.first + np.lexsort(keys)
         lengths = index.lengths()[order]
         sums = np.cumsum(lengths)
         stream, env = index.stream.host[order], index.env.host[order]
@@ -36,16 +47,16 @@ class EnvironmentChains:
         stop = sums[is_last][chain]
         place = np.zeros(index.n, np.int64)
         place[order] = np.arange(n)
-        self.left = np.zeros(index.n, np.int64)  # by entry: steps from its first to the last of its chain
-        self.left[order] = stop - (sums - lengths)
+        self.n_left = np.zeros(index.n, np.int64)
+        self.n_left[order] = stop - (sums - lengths)
         device = index.device
-        self.left_on_device = torch.from_numpy(self.left).to(device)
+        self.n_left_on_device = torch.from_numpy(self.n_left).to(device)
         self._order, self._place = (torch.from_numpy(a).to(device) for a in (order, place))
         self._sums, self._before = (torch.from_numpy(a).to(device) for a in (sums, sums - lengths))
         self._start, self._stop = (torch.from_numpy(a).to(device) for a in (_starts(stop, chain), stop))
 
     def steps(self, entry: torch.Tensor, position: torch.Tensor) -> ChainSteps:
-        """Steps at positions [B, T] counted from the first step of episodes [B], wherever in the chain they lie."""
+        """Return the steps at positions [B, T], counted along the chains from the first step of episodes [B]."""
         place = self._place[entry]
         wanted = self._before[place][:, None] + position
         near = torch.minimum(torch.maximum(wanted, self._start[place][:, None]), self._stop[place][:, None] - 1)
@@ -54,7 +65,7 @@ class EnvironmentChains:
 
 
 def _starts(stop: Array, chain: Array) -> Array:
-    """Where the chain of each place begins: where the one before stops."""
+    """Return where the chain of each episode starts: where the chain before it stops."""
     ends = np.unique(stop) if len(stop) else stop
     starts: Array = np.concatenate([np.zeros(1, np.int64), ends])[chain]
     return starts

@@ -1,31 +1,36 @@
-"""Batches from several sources at once, in fractions that are kept exactly."""
+"""A mixture: batches from several readers or buffers at once, in fractions that are kept exactly."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError, NotReadyError, SchemaError
-from trajstore.sampling.outputs import Ring, check_outputs, flat_outputs
+from trajstore.sampling.apportionment import apportion, draw_counts
+from trajstore.sampling.batch_assembler import Where
+from trajstore.sampling.hindsight import Hindsight
+from trajstore.sampling.joined_batches import SOURCE, BatchPart, join, joined_shapes, listed
+from trajstore.sampling.outputs import Batch, Ring, check_outputs, flat_outputs
 from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema, nest
 
 Weight = float | Callable[[int], float]
 WhenEmpty = Literal["error", "others"]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 _CPU = torch.device("cpu")
-_SOURCE = "source"
 
 
 class BatchSource(Protocol):
-    """What can be mixed: a reader, a buffer, or anything else that gives batches."""
+    """Anything that a `Mixture` can mix: a reader, a buffer, or another object that returns batches.
+
+    ``schema`` may raise `NotReadyError` while there is no data to define one.
+    """
 
     @property
     def schema(self) -> Schema | None: ...
@@ -34,36 +39,33 @@ class BatchSource(Protocol):
     def sample(self) -> Callable[..., Any]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Windows that one source gave."""
-
-    position: int
-    name: str
-    flat: dict[str, torch.Tensor]
-    n: int
-
-
 class Mixture:
-    """Samples from several readers or buffers; safe to use from several threads, one batch at a time.
+    """Samples from several readers or buffers as if they were one.
 
-    A batch is that of the sources, joined along the first axis, source by source, and ``source``, ``[batch]``:
-    the position of each window's source in `names`. ``index`` counts streams by source, so only the two together
-    name a step; `update_priorities` takes them apart again.
+    Thread-safe if its sources are: any thread may call any method; one batch is made at a time.
+
+    A batch joins the batches of the sources along the first axis, source by source. It also holds ``source``,
+    ``[batch]``: the position of each window's source in `names`. Stream numbers in ``index`` are those of the
+    source, so a step is named by ``index`` and ``source`` together.
 
     Args:
-        sources: Sources by name, each with a weight where all are not alike: ``(source, weight)``. A weight is a
-            number, or a function of the number of batches so far such as `Linear`; only their ratios count.
-        seed: Of the draws made here; sources have their own.
-        exact: Every batch is divided in proportion to the weights, and what that leaves over or short in one is
-            made up for in the next ones. Otherwise the source of every window is drawn at random.
-        when_empty: What happens where a source has nothing to draw from: an ``error``, or its share goes to the
-            ``others`` for as long as that lasts; it is not made up for later.
-        fields: Fields or groups to mix, where sources have others that are not alike; all by default.
+        sources: Sources by name; each is a source of weight 1, or a pair ``(source, weight)``. A weight is a number
+            or a function of the number of batches so far, such as `Linear`. Only ratios of weights count.
+        seed: Seed of the draws made by the mixture; sources have their own.
+        exact: Divide every batch in proportion to the weights, and carry remainders over to later batches.
+            False draws the source of every window at random.
+        when_empty: If a source has no window to draw: ``"error"`` raises `NotReadyError`; ``"others"`` divides its
+            share among the other sources as long as it is empty, and does not make up for it later.
+        fields: Fields or groups to mix, if the sources differ in others; all by default.
         shuffle: Put the windows of a batch in random order, rather than source by source.
 
     Raises:
-        SchemaError: The fields of the sources differ. Episode columns, and which fields have a final value, may.
+        SchemaError: The fields of the sources differ. Episode columns, and which fields have a final value, may
+            differ.
+        ValueError: An option is out of range.
+
+    Attributes:
+        names: The names of the sources.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Mixture:
         self._rng = CounterRng(seed)
         self._n_batches = 0
         self._counts = [0] * len(pairs)
-        self._carry = [0.0] * len(pairs)  # windows that each source is owed; without `exact` all 0
+        self._carry = [0.0] * len(pairs)  # windows that each source is owed; all 0 if not `exact`
         self._was_empty = [False] * len(pairs)
         self._lock = threading.Lock()
         self._weights_at(0)
@@ -103,40 +105,75 @@ class Mixture:
         return dict(zip(self.names, self._sources, strict=True))
 
     def sample(
-        self, batch_size: int, *args: Any, out: Mapping[str, Any] | Ring | None = None, **kwargs: Any
-    ) -> Any:
-        """One batch of exactly this size; further arguments go to the ``sample`` of every source.
+        self,
+        batch_size: int,
+        windows: Windows | None = None,
+        *,
+        where: Where | None = None,
+        recent_steps: int | None = None,
+        recent_episodes: int | None = None,
+        recent_fraction: float = 1.0,
+        prioritised: bool = True,
+        relabel: Hindsight | None = None,
+        out: Mapping[str, Any] | Ring | None = None,
+    ) -> Batch:
+        """Draw one batch of exactly this size.
 
-        If it fails, nothing here has changed, though sources that had been asked already have drawn.
+        Arguments other than ``batch_size`` and ``out`` are passed on to the ``sample`` of every source, if they
+        differ from their defaults. If the call fails, the mixture is unchanged, but some sources may have drawn.
 
         Args:
-            batch_size: How many windows.
-            args: For the sources.
-            out: A batch of an earlier call with the same arguments, to be overwritten, or a ring of them.
-            kwargs: For the sources.
+            batch_size: The number of windows.
+            windows: Which windows; readers require it, buffers have a default.
+            where: As in `Reader.sample`, like the next five arguments.
+            recent_steps: See there.
+            recent_episodes: See there.
+            recent_fraction: See there.
+            prioritised: See there.
+            relabel: See there.
+            out: A batch of an earlier call with the same arguments, which is overwritten, or a ring of batches.
 
         Raises:
-            NotReadyError: A source has nothing to draw from; with ``when_empty="others"``: none has.
+            NotReadyError: A source has no window to draw; with ``when_empty="others"``: no source has one.
+            DataError: The batches of the sources can't be joined.
         """
         check_positive("batch_size", batch_size)
+        args = () if windows is None else (windows,)
+        options: dict[str, Any] = {}
+        if where is not None:
+            options["where"] = where
+        if recent_steps is not None:
+            options["recent_steps"] = recent_steps
+        if recent_episodes is not None:
+            options["recent_episodes"] = recent_episodes
+        if recent_fraction != 1.0:
+            options["recent_fraction"] = recent_fraction
+        if not prioritised:
+            options["prioritised"] = False
+        if relabel is not None:
+            options["relabel"] = relabel
         with self._lock:
             self._is_checked = self._is_checked or self._check_schemas()
-            turn = _Turn(self, batch_size, args, kwargs)
-            batch = self._joined(turn, out)
-            turn.settle()
+            collected = _Collection(self, batch_size, args, options)
+            batch = self._joined(collected, out)
+            collected.commit()
             return batch
 
-    def _joined(self, turn: _Turn, out: Mapping[str, Any] | Ring | None) -> Any:
-        parts = sorted(turn.parts, key=lambda part: part.position)
-        shapes = _common_shapes(parts)
+    def _joined(self, collected: _Collection, out: Mapping[str, Any] | Ring | None) -> Batch:
+        parts = sorted(collected.parts, key=lambda part: part.position)
+        shapes = joined_shapes(parts)
         slot = out.reserve() if isinstance(out, Ring) else 0
         outs = out.take(slot, tuple(shapes.items())) if isinstance(out, Ring) else flat_outputs(out)
         check_outputs(outs, shapes)
-        rows = turn.rng.bits(turn.n, _CPU).argsort(stable=True) if self._shuffle else None
-        flat = _join(parts, shapes, rows, outs)
+        n = collected.n
+        rows = collected.rng.bits(n, _CPU).argsort(stable=True) if self._shuffle else None
+        flat = join(parts, shapes, rows, outs)
         if isinstance(out, Ring):
             out.give(slot, flat)
-        return nest(flat) if turn.kind is dict else turn.kind(nest(flat), batch_size=[turn.n])
+        batch: Batch = nest(flat)
+        if collected.batch_type is not dict:
+            batch = collected.batch_type(batch, batch_size=[n])
+        return batch
 
     def update_priorities(
         self,
@@ -144,24 +181,24 @@ class Mixture:
         priority: torch.Tensor,
         *,
         source: torch.Tensor | None = None,
-        windows: Any = None,
+        windows: Windows | None = None,
     ) -> int:
-        """Set priorities of steps that a batch names: each source gets its own part.
+        """Set priorities of the steps of a batch: each source gets its part.
 
         Args:
             index: The batch, or its ``index`` together with ``source``.
             priority: ``[batch]`` or ``[batch, length]``, as the sources take it; finite and at least 0.
             source: The batch's ``source``.
-            windows: What was sampled, where the sources have to be told.
+            windows: The sampled windows; needed if their stride is not 1.
 
         Returns:
-            How many were ignored because their steps were evicted meanwhile.
+            The number of values ignored because their steps were evicted.
 
         Raises:
-            DataError: Something does not fit, and nothing was changed; or a source refuses an index, and then
-                those of the sources before it have been set.
+            DataError: Shapes or values are wrong; nothing was changed. Or a source refuses an index; the updates of
+                the sources before it have been made.
         """
-        step, source = (index, source) if isinstance(index, torch.Tensor) else (index["index"], index[_SOURCE])
+        step, source = (index, source) if isinstance(index, torch.Tensor) else (index["index"], index[SOURCE])
         if source is None:
             raise TypeError("update_priorities: an index does not tell its source; pass source= or the whole batch")
         self._check_update(step, source, priority)
@@ -170,8 +207,8 @@ class Mixture:
         for position, (name, each) in enumerate(zip(self.names, self._sources, strict=True)):
             rows = (source == position).nonzero().squeeze(1)
             if len(rows):
-                mine = step[rows.to(step.device)], priority[rows.to(priority.device)]
-                n_ignored += _named(name, each.update_priorities, *mine, *more) or 0
+                part = step[rows.to(step.device)], priority[rows.to(priority.device)]
+                n_ignored += _call_source(name, each.update_priorities, *part, *more) or 0
         return n_ignored
 
     def _check_update(self, index: torch.Tensor, source: torch.Tensor, priority: torch.Tensor) -> None:
@@ -181,15 +218,15 @@ class Mixture:
                 f"expected int64 source of shape ({n},) and priority of shape ({n}, ...), as long as the index; got"
                 f" {source.dtype} of shape {tuple(source.shape)} and shape {tuple(priority.shape)}"
             )
-        strange = source[(source < 0) | (source >= len(self.names))]
-        if len(strange):
-            raise DataError(f"source {int(strange[0])}: this mixture has {len(self.names)}: {_listed(self.names)}")
+        unknown = source[(source < 0) | (source >= len(self.names))]
+        if len(unknown):
+            raise DataError(f"source {int(unknown[0])}: this mixture has {len(self.names)}: {listed(self.names)}")
         wrong = priority[~(torch.isfinite(priority) & (priority >= 0))]
         if len(wrong):
             raise DataError(f"priority: expected finite numbers of at least 0, got {float(wrong[0])}")
 
     def stats(self) -> dict[str, Any]:
-        """Batches so far, windows drawn from each source, and the fractions of the next batch."""
+        """The number of batches, the windows drawn from each source, and the fractions of the next batch."""
         with self._lock:
             weights = self._weights_at(self._n_batches)
             return {
@@ -199,7 +236,7 @@ class Mixture:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """What it takes to go on dividing batches alike; the sources have a state of their own."""
+        """Everything needed to continue dividing batches in the same way; sources have their own state."""
         with self._lock:
             return {
                 "names": list(self.names),
@@ -211,13 +248,15 @@ class Mixture:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave.
+        """Continue from a `state_dict`.
 
         Raises:
-            ValueError: It is of a mixture of other sources; nothing was changed.
+            ValueError: The state is that of a mixture of other sources; nothing was changed.
         """
         if tuple(state["names"]) != self.names:
-            raise ValueError(f"state of sources {_listed(state['names'])}, here are {_listed(self.names)}")
+            raise ValueError(
+                f"state of a mixture of {listed(state['names'])}; this mixture has {listed(self.names)}"
+            )
         with self._lock:
             self._n_batches = int(state["n_batches"])
             self._counts = [int(n) for n in state["counts"]]
@@ -226,7 +265,7 @@ class Mixture:
             self._rng.load_state_dict(dict(state["rng"]))
 
     def _weights_at(self, n_batches: int) -> list[float]:
-        """The weights of the batch after so many."""
+        """The weights of the batch that follows ``n_batches`` others."""
         weights = [float(w(n_batches) if callable(w) else w) for w in self._weights]
         for name, weight in zip(self.names, weights, strict=True):
             if not (math.isfinite(weight) and weight >= 0):
@@ -236,96 +275,103 @@ class Mixture:
         return weights
 
     def _check_schemas(self) -> bool:
-        """Refuse sources that differ; returns whether all schemas were known."""
+        """Check that sources have the same fields; returns whether all schemas are known.
+
+        Raises:
+            SchemaError: They differ; the message lists every difference.
+        """
         known = {
             name: schema for name, schema in zip(self.names, self._schemas(), strict=True) if schema is not None
         }
-        shown = {name: _shown(schema, self._fields) for name, schema in known.items()}
-        if not shown:
+        mixed = {name: _mixed_schema(schema, self._fields) for name, schema in known.items()}
+        if not mixed:
             return False
-        first, *others = shown
+        first, *others = mixed
         differences = [
             f"{first!r} and {name!r}: {'; '.join(found)}"
             for name in others
-            if (found := shown[first].differences(shown[name]))
+            if (found := mixed[first].differences(mixed[name]))
         ]
         if differences:
             raise SchemaError(f"sources differ (fields= names those to mix): {' / '.join(differences)}")
-        self._check_names(list(shown[first]), len(shown) == len(self.names))
-        return len(shown) == len(self.names)
+        self._check_names(list(mixed[first]), len(mixed) == len(self.names))
+        return len(mixed) == len(self.names)
 
     def _check_names(self, paths: Sequence[str], is_all: bool) -> None:
         for name in self._fields or () if is_all else ():
             if not any(_is_below(path, name) for path in paths):
-                raise SchemaError(f"fields: no source has {name!r}; they have {_listed(paths)}")
-        if any(_is_below(path, _SOURCE) for path in paths):
+                raise SchemaError(f"fields: no source has {name!r}; they have {listed(paths)}")
+        if any(_is_below(path, SOURCE) for path in paths):
             raise SchemaError(
-                f"field {_SOURCE!r}: batches of a mixture call something else so; leave it out with fields="
+                f"field {SOURCE!r}: batches of a mixture use this key for the source of each window; leave the"
+                " field out with fields="
             )
 
     def _schemas(self) -> list[Schema | None]:
         return [_schema_of(source) for source in self._sources]
 
 
-class _Turn:
-    """One batch on its way: what every source is asked for, and gave. The mixture changes only in `settle`."""
+class _Collection:
+    """The parts of one batch, collected from the sources. The mixture changes only in `commit`."""
 
-    def __init__(self, mixture: Mixture, n: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, mixture: Mixture, n: int, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self._mixture, self.n = mixture, n
-        self._args, self._kwargs = args, kwargs
+        self._args, self._options = args, options
         self.rng = CounterRng(mixture._rng.seed, mixture._rng.counter)
-        self.parts: list[_Part] = []
-        self.kind: Any = dict
+        self.parts: list[BatchPart] = []
+        self.batch_type: Any = dict
         self._weights = mixture._weights_at(mixture._n_batches)
         self._wanted: dict[int, float] = {}
         self._empty: dict[int, NotReadyError] = {}
         self._counts = self._divided([0] * len(self._weights))
-        while not self._filled():
-            # What the others were to give stays; the share of the empty one is divided among them.
+        while not self._collect():
+            # The counts of the other sources stay; the share of the empty source is divided among them.
             self._counts = self._divided([0 if i in self._empty else n for i, n in enumerate(self._counts)])
 
     def _divided(self, at_least: list[int]) -> list[int]:
-        """How many windows each source is to give, none below what is already settled."""
-        live = {i: w for i, w in enumerate(self._weights) if w > 0 and i not in self._empty}
-        if not live:
-            raise self._none_left()
+        """The number of windows that each source gives, none below ``at_least``."""
+        weights = {i: w for i, w in enumerate(self._weights) if w > 0 and i not in self._empty}
+        if not weights:
+            raise self._all_empty()
         if not self._mixture._exact:
-            return _drawn(self.n - sum(at_least), live, at_least, self.rng)
-        total = sum(live.values())
-        self._wanted = {i: self.n * w / total + self._mixture._carry[i] for i, w in live.items()}
+            return draw_counts(self.n - sum(at_least), weights, at_least, self.rng)
+        total = sum(weights.values())
+        self._wanted = {i: self.n * w / total + self._mixture._carry[i] for i, w in weights.items()}
         return apportion(self.n, self._wanted, at_least)
 
-    def _none_left(self) -> NotReadyError:
+    def _all_empty(self) -> NotReadyError:
         names = self._mixture.names
         reasons = "; ".join(f"{names[i]!r}: {error}" for i, error in self._empty.items())
         return NotReadyError(f"no source with a weight above 0 has anything to draw from: {reasons}")
 
-    def _filled(self) -> bool:
-        """Ask every source for what it has not given yet; False as soon as one is empty."""
-        given = [0] * len(self._counts)
+    def _collect(self) -> bool:
+        """Ask every source for the windows that are missing; returns False as soon as one is empty."""
+        collected = [0] * len(self._counts)
         for part in self.parts:
-            given[part.position] += part.n
-        # Those that were empty last time first: nothing has to be asked for twice then.
-        for i in sorted(range(len(given)), key=lambda i: not self._mixture._was_empty[i]):
-            if self._counts[i] > given[i] and not self._asked(i, self._counts[i] - given[i]):
+            collected[part.position] += part.n
+        # Sources that were empty last time come first: then no source has to be asked twice.
+        for i in sorted(range(len(collected)), key=lambda i: not self._mixture._was_empty[i]):
+            if self._counts[i] > collected[i] and not self._sample(i, self._counts[i] - collected[i]):
                 return False
         return True
 
-    def _asked(self, position: int, n: int) -> bool:
+    def _sample(self, position: int, n: int) -> bool:
+        """Take windows from one source; returns False if it is empty and others give its share."""
         name, source = self._mixture.names[position], self._mixture._sources[position]
         try:
-            batch = source.sample(n, *self._args, **self._kwargs)
+            batch = source.sample(n, *self._args, **self._options)
         except NotReadyError as error:
             if self._mixture._when_empty == "error":
                 raise NotReadyError(f"source {name!r}: {error}") from error
             self._empty[position] = error
             return False
-        self.kind = dict if isinstance(batch, dict) else type(batch)
-        flat = _wanted_keys(flat_outputs(batch), _schema_of(source), self._mixture._fields)
-        self.parts.append(_Part(position, name, flat, n))
+        self.batch_type = dict if isinstance(batch, dict) else type(batch)
+        flat = _without_other_fields(flat_outputs(batch), _schema_of(source), self._mixture._fields)
+        self.parts.append(BatchPart(position, name, flat, n))
         return True
 
-    def settle(self) -> None:
+    def commit(self) -> None:
+        """Count the batch, and carry remainders over."""
         mixture = self._mixture
         mixture._rng.counter = self.rng.counter
         mixture._n_batches += 1
@@ -337,103 +383,8 @@ class _Turn:
             mixture._carry[i] = wanted - self._counts[i]
 
 
-def apportion(n: int, wanted: Mapping[int, float], at_least: Sequence[int]) -> list[int]:
-    """Whole numbers that sum to ``n``, none below ``at_least``, as close to the ``wanted`` ones as may be.
-
-    By largest remainder; where two are alike the first gets more.
-
-    >>> apportion(5, {0: 2.5, 1: 2.5}, [0, 0])
-    [3, 2]
-    """
-    counts = list(at_least)
-    for i, share in wanted.items():
-        counts[i] = max(at_least[i], math.floor(share))
-    while sum(counts) < n:
-        counts[max(wanted, key=lambda i: wanted[i] - counts[i])] += 1
-    while sum(counts) > n:
-        counts[min((i for i in wanted if counts[i] > at_least[i]), key=lambda i: wanted[i] - counts[i])] -= 1
-    return counts
-
-
-def _drawn(n: int, weights: Mapping[int, float], at_least: Sequence[int], rng: CounterRng) -> list[int]:
-    """How many of ``n`` windows fall to each source, drawn by weight, and what is settled already."""
-    bounds = torch.tensor(list(weights.values()), dtype=torch.float64).cumsum(0)
-    found = torch.searchsorted(bounds, rng.uniform(n, _CPU) * bounds[-1], right=True)
-    falls = torch.bincount(found.clamp_(max=len(weights) - 1), minlength=len(weights)).tolist()
-    counts = list(at_least)
-    for i, more in zip(weights, falls, strict=True):
-        counts[i] += more
-    return counts
-
-
-def _common_shapes(parts: Sequence[_Part]) -> Shapes:
-    """The shapes of the joined batch; refuses parts that can't be joined."""
-    n = sum(part.n for part in parts)
-    first = parts[0]
-    for part in parts:
-        _check_keys(first, part)
-        for key, value in part.flat.items():
-            _check_alike(first, part, key, value)
-    shapes: Shapes = {key: ((n, *value.shape[1:]), value.dtype) for key, value in first.flat.items()}
-    return shapes | {_SOURCE: ((n,), torch.int64)}
-
-
-def _check_keys(first: _Part, part: _Part) -> None:
-    if part.flat.keys() != first.flat.keys():
-        missing = [key for key in first.flat if key not in part.flat]
-        extra = [key for key in part.flat if key not in first.flat]
-        raise DataError(
-            f"batches differ: {part.name!r} lacks {_listed(missing)}, {first.name!r} lacks {_listed(extra)}"
-        )
-    if _SOURCE in part.flat:
-        raise DataError(f"source {part.name!r}: its batches have {_SOURCE!r} already; mixtures can't be nested")
-
-
-def _check_alike(first: _Part, part: _Part, key: str, value: torch.Tensor) -> None:
-    model = first.flat[key]
-    expected = (part.n, *model.shape[1:])
-    if value.shape != expected or value.dtype != model.dtype or value.device != model.device:
-        raise DataError(
-            f"source {part.name!r}, {key!r}: expected {model.dtype} of shape {expected} on {model.device}, got"
-            f" {value.dtype} of shape {tuple(value.shape)} on {value.device}"
-        )
-
-
-def _join(
-    parts: Sequence[_Part], shapes: Shapes, rows: torch.Tensor | None, outs: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """The parts one after the other, or each window in its row."""
-    device = next(iter(parts[0].flat.values())).device
-    if rows is not None:
-        rows = rows.to(device, non_blocking=True)
-    flat: dict[str, torch.Tensor] = {}
-    for key, (shape, dtype) in shapes.items():
-        values = [part.flat[key] if key != _SOURCE else _positions(part, device) for part in parts]
-        if len(values) == 1 and rows is None and key not in outs:
-            flat[key] = values[0]
-            continue
-        joined = outs[key] if key in outs else torch.empty(shape, dtype=dtype, device=device)
-        if rows is None:
-            torch.cat(values, out=joined)
-        else:
-            _scatter(values, rows, joined)
-        flat[key] = joined
-    return flat
-
-
-def _scatter(values: Sequence[torch.Tensor], rows: torch.Tensor, joined: torch.Tensor) -> None:
-    start = 0
-    for value in values:
-        joined.index_copy_(0, rows[start : start + len(value)], value)
-        start += len(value)
-
-
-def _positions(part: _Part, device: torch.device) -> torch.Tensor:
-    return torch.full((part.n,), part.position, dtype=torch.int64, device=device)
-
-
 def _schema_of(source: Any) -> Schema | None:
-    """Its schema; None while it has no data that would define one."""
+    """The schema of a source; None while it has no data to define one."""
     try:
         schema: Schema | None = source.schema
     except NotReadyError:
@@ -441,21 +392,21 @@ def _schema_of(source: Any) -> Schema | None:
     return schema
 
 
-def _shown(schema: Schema, fields: tuple[str, ...] | None) -> Schema:
-    """The schema without what does not show in batches, or is not asked for."""
-    shown = schema.with_final(set())
-    shown.episode = {}
+def _mixed_schema(schema: Schema, fields: tuple[str, ...] | None) -> Schema:
+    """The part of a schema that sources must share: the mixed fields, without final values and episode columns."""
+    mixed = schema.with_final(set())
+    mixed.episode = {}
     if fields is not None:
-        shown.fields = {p: f for p, f in shown.fields.items() if any(_is_below(p, name) for name in fields)}
-    if shown.reward not in shown.fields:
-        shown.reward, shown.reward_alignment = None, "action"
-    return shown
+        mixed.fields = {p: f for p, f in mixed.fields.items() if any(_is_below(p, name) for name in fields)}
+    if mixed.reward not in mixed.fields:
+        mixed.reward, mixed.reward_alignment = None, "action"
+    return mixed
 
 
-def _wanted_keys(
+def _without_other_fields(
     flat: dict[str, torch.Tensor], schema: Schema | None, fields: tuple[str, ...] | None
 ) -> dict[str, torch.Tensor]:
-    """A batch without the fields that are not to be mixed."""
+    """A batch without the fields that are not mixed."""
     if fields is None or schema is None:
         return flat
     left_out = {path for path in schema if not any(_is_below(path, name) for name in fields)}
@@ -466,12 +417,9 @@ def _is_below(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}/")
 
 
-def _named(name: str, call: Callable[..., Any], *args: Any) -> Any:
+def _call_source(name: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Call a method of a source; an error names the source."""
     try:
         return call(*args)
     except DataError as error:
         raise DataError(f"source {name!r}: {error}") from error
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names)) or "nothing"

@@ -1,4 +1,4 @@
-"""Batches as users see them: nested dicts or TensorDicts, fresh or written into memory that is used again."""
+"""Batches as nested dicts or TensorDicts, and output memory that batches reuse."""
 
 from __future__ import annotations
 
@@ -15,11 +15,26 @@ Batch = dict[str, Any]
 
 
 class Ring:
-    """Output memory that ``n`` batches share in turn.
+    """Output memory for ``n`` batches, reused in turn.
 
-    Pass it as ``out=``. A batch is valid until ``n - 1`` further ones were made with the same ring; then its memory
-    is written again. On a GPU that happens in stream order, so work that was enqueued on the current stream before
-    is done by then. Each ring serves one kind of batch; another size or kind gets new memory.
+    By default every batch is allocated, and the first write to new memory takes several times as long as the copy
+    itself. With a ring, passed as ``out=``, batches are written into the same ``n`` sets of tensors:
+
+    ```python
+    ring = Ring(2)
+    first = reader.sample(256, windows, out=ring)
+    second = reader.sample(256, windows, out=ring)  # the third batch will overwrite the first
+    ```
+
+    A batch stays valid while ``n - 1`` later batches are requested with the same ring; the next one overwrites it.
+    With ``n=2`` you may use the current batch and the one before it. On a GPU, memory is overwritten in stream
+    order: work that you enqueued on the current stream before the request still reads the old values.
+
+    Memory is allocated with the first ``n`` batches. Use one ring for each kind of batch: a batch of another size
+    or with other `Windows` frees the memory and allocates it again.
+
+    Args:
+        n: How many batches the ring holds.
     """
 
     def __init__(self, n: int = 2) -> None:
@@ -32,22 +47,26 @@ class Ring:
         return len(self._batches)
 
     def reserve(self) -> int:
-        """The place of the next batch, however often that is made."""
+        """Return the slot of the next batch. A batch that is assembled again keeps its slot."""
         slot, self._next = self._next, (self._next + 1) % len(self._batches)
         return slot
 
     def take(self, slot: int, kind: object) -> dict[str, torch.Tensor]:
-        """The memory of a place, by flat key; empty the first time round, to be filled by `give`."""
+        """Return the tensors of a slot by flat key; empty until `give` has stored the slot's first batch.
+
+        ``kind`` identifies the size and kind of batch; if it differs from the last one, all memory is freed.
+        """
         if kind != self._kind:
             self._batches, self._kind = [{} for _ in self._batches], kind
         return self._batches[slot]
 
     def give(self, slot: int, flat: Mapping[str, torch.Tensor]) -> None:
+        """Store the tensors of a slot's batch, to be overwritten in its next turn."""
         self._batches[slot] = dict(flat)
 
 
 def flat_outputs(out: Mapping[str, Any] | None, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of an earlier batch, by flat key."""
+    """Return the tensors of a nested batch by flat key, such as ``next/observation``; empty for None."""
     flat: dict[str, torch.Tensor] = {}
     if out is None:
         return flat
@@ -62,25 +81,29 @@ def flat_outputs(out: Mapping[str, Any] | None, prefix: str = "") -> dict[str, t
 def check_outputs(
     outs: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:
-    """Refuse output tensors that the batch does not fit; what is not given is made fresh.
+    """Check that output tensors fit a batch. Keys without an output tensor are not checked.
 
     Raises:
-        ValueError: One has another shape or dtype, or is not contiguous.
+        ValueError: A tensor has another shape or dtype, or is not contiguous.
     """
     for key, (shape, dtype) in shapes.items():
-        given = outs.get(key)
-        if given is None:
+        out = outs.get(key)
+        if out is None:
             continue
-        if given.shape != shape or given.dtype != dtype or not given.is_contiguous():
-            layout = "" if given.is_contiguous() else ", not contiguous"
+        if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
+            order = "" if out.is_contiguous() else ", not contiguous"
             raise ValueError(
-                f"out '{key}': expected {dtype} of shape {tuple(shape)}, got {given.dtype} of"
-                f" shape {tuple(given.shape)}{layout}"
+                f"out '{key}': expected {dtype} of shape {tuple(shape)}, got {out.dtype} of"
+                f" shape {tuple(out.shape)}{order}"
             )
 
 
 def to_batch(flat: Mapping[str, torch.Tensor], as_tensordict: bool) -> Any:
-    """A nested dict, or a TensorDict."""
+    """Return a flat batch as a nested dict, or as a TensorDict.
+
+    Raises:
+        MissingExtraError: A TensorDict is requested and tensordict is not installed.
+    """
     nested = nest(dict(flat))
     if not as_tensordict:
         return nested

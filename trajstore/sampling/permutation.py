@@ -1,4 +1,4 @@
-"""A shuffle that takes no memory: a keyed bijection of the numbers below n."""
+"""A shuffle that needs no memory: a keyed bijection of the numbers below n."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ _ROUNDS = 6
 
 
 class Permutation:
-    """The numbers ``[0, n)`` in an order that depends on the seed; any stretch of it can be had on its own.
+    """The numbers ``[0, n)`` in an order that depends only on the seed. Any part of it can be computed alone.
 
-    A Feistel network over the smallest even number of bits that holds n; results past n go through it again.
+    The order is that of a Feistel network over the smallest even number of bits that can hold all numbers. Results
+    of ``n`` or more go through the network again, until they are below ``n``.
     """
 
     def __init__(self, n: int, seed: int) -> None:
         self._n = np.uint64(n)
-        self._half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+        self._half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # bits in each half of a number
         self._mask = np.uint64((1 << int(self._half)) - 1)
         self._keys = [_mix(np.array([(seed + i) % 2**64], np.uint64))[0] for i in range(1, _ROUNDS + 1)]
 
     def __call__(self, start: int, stop: int) -> Array:
-        """Elements ``start`` to ``stop`` of the order."""
-        numbers = self._once(np.arange(start, stop, dtype=np.uint64))
+        """Return elements ``start`` to ``stop`` of the order, as int64."""
+        numbers = self._encrypt(np.arange(start, stop, dtype=np.uint64))
         outside = np.flatnonzero(numbers >= self._n)
-        while len(outside):  # on average less than three more rounds, of ever fewer numbers
-            numbers[outside] = self._once(numbers[outside])
+        while len(outside):  # fewer than three more passes on average, over ever fewer numbers
+            numbers[outside] = self._encrypt(numbers[outside])
             outside = outside[numbers[outside] >= self._n]
         return numbers.astype(np.int64)
 
-    def _once(self, x: Array) -> Array:
+    def _encrypt(self, x: Array) -> Array:
+        """Apply the Feistel network once."""
         left, right = x >> self._half, x & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right + key) & self._mask)
@@ -39,7 +41,7 @@ class Permutation:
 
 
 def _mix(z: Array) -> Array:
-    """splitmix64's finaliser; uint64 wraps."""
+    """Apply the finaliser of splitmix64; uint64 arithmetic wraps around."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed: Array = z ^ (z >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Raw priorities, one a step: a column of the step table."""
+"""The priorities of steps: a float32 column of the step table."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ COLUMN = "priority"
 
 
 class PriorityColumn:
-    """A float32 for every step.
+    """One priority per step, by address of the step table.
+
+    Not thread-safe: call methods with the assembler's lock held.
 
     Attributes:
-        initial: Of new steps; None: the largest so far.
+        initial: The priority of new steps; None stands for the largest priority so far.
         largest: The largest priority so far.
-        steps: Where the steps are.
+        steps: The table that holds the column.
     """
 
     def __init__(self, steps: StepTable, initial: float | None) -> None:
         self.steps = steps
         self.initial = initial
         self.largest = 1.0 if initial is None else initial
-        self._column = steps.attach(COLUMN, torch.float32, initial=self.of_new)
+        self._column = steps.attach(COLUMN, torch.float32, initial=self.initial_value)
 
-    def of_new(self) -> float:
-        """The priority of steps that got none yet."""
+    def initial_value(self) -> float:
+        """The priority that a step gets when it is first seen."""
         return self.largest if self.initial is None else self.initial
 
     @property
     def values(self) -> torch.Tensor:
-        """By address; 0 where there is no step."""
+        """Priorities by address, on the device; 0 at addresses without a step. A view, not a copy."""
         return self._column.values
 
     @property
@@ -43,7 +45,7 @@ class PriorityColumn:
         return self.steps.size
 
     def set(self, address: Array, values: Array) -> None:
-        """Overwrite priorities; of several at one address the last counts. The caller has checked them."""
+        """Overwrite priorities, which the caller has checked; the last of several at one address counts."""
         self.steps.set(COLUMN, address, values)
         if len(values):
             self.largest = max(self.largest, float(values.max()))
@@ -53,23 +55,30 @@ class PriorityColumn:
         return self.steps.get(COLUMN, address)
 
     def maximum(self) -> float:
-        """The largest priority there is; looks at all of them."""
+        """The largest priority of any step at present; reads all of them."""
         return float(self.values[: self.size].max()) if self.size else self.largest
 
     def of_steps(self) -> torch.Tensor:
-        """Priorities of all steps in the index."""
+        """Priorities of all steps in the index, in its order, on the device. A copy."""
         return self.values[torch.from_numpy(self.steps.all_steps()).to(self.values.device)]
 
-    def check(self, stored: Mapping[str, Array]) -> None:
-        """Refuse stored values that are no priorities, and know the largest.
+    def check_stored(self, stored: Mapping[str, Array]) -> None:
+        """Check values read from streams, and raise `largest` to the largest of them.
 
         Raises:
-            CorruptionError: Something else stands there.
+            CorruptionError: A stored value is not a priority.
         """
         for stream, values in stored.items():
             is_good = values.dtype == np.float32 and values.ndim == 1
             if not is_good or not (np.isfinite(values) & (values >= 0)).all():
                 raise CorruptionError(
-                    f"priorities of stream '{stream}': expected finite float32 of at least 0 a row"
+                    f"priorities of stream '{stream}': expected one finite float32 of at least 0 per row, got"
+                    f" {_description(values)}"
                 )
             self.largest = max(self.largest, float(values.max(initial=0.0)))
+
+
+def _description(values: Array) -> str:
+    if values.dtype != np.float32 or values.ndim != 1:
+        return f"{values.dtype} of shape {values.shape}"
+    return f"{values[~(np.isfinite(values) & (values >= 0))][0]}"

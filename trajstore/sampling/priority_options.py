@@ -1,11 +1,12 @@
-"""How priorities become probabilities and weights: options, and schedules for them."""
+"""Options of prioritised sampling: how priorities become probabilities and weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from enum import Enum
+from typing import Literal, TypedDict, get_args
 
 Normalize = Literal["batch", "buffer"]
 Duplicates = Literal["last", "max"]
@@ -13,13 +14,44 @@ Kind = Literal["proportional", "rank"]
 Over = Literal["start", "max", "mean"]
 
 
+class Unchanged(Enum):
+    """The type of `UNCHANGED`."""
+
+    UNCHANGED = "unchanged"
+
+
+UNCHANGED = Unchanged.UNCHANGED  # the default of keywords that keep an option as it is
+
+
+class PriorityChanges(TypedDict, total=False):
+    """Options of `Priorities` by name; those that are left out stay as they are."""
+
+    alpha: float
+    beta: float | Callable[[int], float]
+    eps: float
+    initial: Literal["max"] | float
+    over: Over | float
+    normalize: Normalize
+    duplicates: Duplicates
+    kind: Kind
+    rank_every: int
+    stratified: bool
+    uniform: float
+    max_uses: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A value that goes from ``start`` to ``stop`` over ``n`` samples, and stays there.
+    """A schedule: changes linearly from ``start`` to ``stop`` over ``n`` batches, then stays at ``stop``.
 
     >>> beta = Linear(0.4, 1.0, 100)
     >>> beta(0), beta(50), beta(1000)
     (0.4, 0.7, 1.0)
+
+    Args:
+        start: The value at 0 batches.
+        stop: The value from ``n`` batches on.
+        n: The number of batches in between.
     """
 
     start: float
@@ -32,29 +64,35 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Priorities:
-    """Prioritised sampling: what is stored are raw priorities, a window is drawn in proportion to (p + eps)^alpha.
+    """Options of prioritised sampling. A window of priority p is drawn in proportion to (p + eps)^alpha.
 
-    A priority of exactly 0 means never, whatever eps is.
+    Priorities are stored as they are passed to `Reader.update_priorities`. A window whose priority is exactly 0 is
+    never drawn, whatever ``eps`` is. Immutable, so safe to share between threads.
 
     Args:
-        alpha: How much priorities count; 0 is uniform.
-        beta: How much of the bias the weights take back; a number, or a function of the number of batches so far
-            such as `Linear`.
-        eps: Added to priorities, so that small ones are not forgotten.
-        initial: The priority of new steps: ``"max"``, the largest so far (1 at first), or a number.
-        over: The priority of a window: that of its ``start``, the ``max`` or ``mean`` over its learning steps, or a
-            number eta for eta * max + (1 - eta) * mean.
-        normalize: Weights are divided by the largest of the ``batch``, or of the ``buffer`` (of the batch where
-            only recent windows are drawn).
-        duplicates: Which one counts where an update names a step twice: the ``last`` or the ``max``.
-        kind: ``proportional``, or by ``rank``: in proportion to (1 / rank)^alpha, ranks taken anew every
-            ``rank_every`` batches.
-        rank_every: See there.
-        stratified: Draw one window from each of as many equal parts of the total: spread more evenly.
-        uniform: The part of each batch that is drawn uniformly, whatever the priorities; probabilities and weights
-            take it into account.
-        max_uses: Draw each window at most so often, also within one batch; then it is used up for good, whatever
-            its priority is set to. With ``alpha=0`` that is uniform consumption of what is left.
+        alpha: How strongly priorities count; 0 draws uniformly.
+        beta: How much of the sampling bias the weights correct; a number, or a function of the number of batches
+            drawn so far, such as `Linear`.
+        eps: Added to every priority, so that windows with small priorities are still drawn.
+        initial: The priority of new steps: ``"max"``, the largest priority so far (1 at first), or a number.
+        over: The priority of a window: that of its first learning step (``"start"``), the ``"max"`` or ``"mean"``
+            over its learning steps, or a number eta for eta * max + (1 - eta) * mean.
+        normalize: Weights are divided by the largest weight of the ``"batch"``, or of the ``"buffer"``. With
+            ``recent_steps`` or ``recent_episodes`` it is always that of the batch.
+        duplicates: Which value counts when one update names a step more than once: the ``"last"`` or the ``"max"``.
+        kind: ``"proportional"`` draws in proportion to (p + eps)^alpha, ``"rank"`` in proportion to
+            (1 / rank)^alpha.
+        rank_every: With ``kind="rank"``, the number of batches after which ranks are computed again.
+        stratified: Divide the total mass into as many equal parts as the batch has windows, and draw one window
+            from each part. This spreads the batch more evenly.
+        uniform: The fraction of each batch that is drawn uniformly, whatever the priorities. Probabilities and
+            weights take it into account.
+        max_uses: The number of times that each window may be drawn, also within one batch. A window that was drawn
+            that often is never drawn again, whatever its priority. With ``alpha=0`` this is uniform sampling
+            without replacement. None: no limit.
+
+    Raises:
+        ValueError: An option is out of range, or ``max_uses`` is combined with an option that it excludes.
     """
 
     alpha: float = 0.6
@@ -86,7 +124,9 @@ class Priorities:
         if not isinstance(self.max_uses, int) or isinstance(self.max_uses, bool) or self.max_uses < 1:
             raise ValueError(f"max_uses: expected a positive integer or None, got {self.max_uses!r}")
         if self.uniform or self.stratified or self.kind == "rank" or self.over != "start":
-            raise ValueError("max_uses goes with plain proportional draws: no uniform part, strata, ranks or over=")
+            raise ValueError(
+                "max_uses goes with plain proportional draws; leave out uniform, stratified, kind and over"
+            )
 
     def _check_choices(self) -> None:
         if self.initial != "max":
@@ -102,7 +142,11 @@ class Priorities:
                 )
 
     def beta_at(self, count: int) -> float:
-        """Beta after so many batches."""
+        """The value of beta after ``count`` batches.
+
+        Raises:
+            ValueError: The schedule returned a negative or infinite number.
+        """
         beta = self.beta(count) if callable(self.beta) else self.beta
         _check_number("beta", beta, math.inf)
         return float(beta)

@@ -1,6 +1,6 @@
-"""Sums over what follows in an episode, for all steps at once: returns to go, and advantages.
+"""Returns to go and advantages, for all steps of many episodes at once.
 
-Steps lie on the last axis, episodes one after the other; ``is_last`` says where each stops.
+Steps lie along the last axis, one episode after another; ``is_last`` marks the last step of each episode.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from trajstore.errors import DataError
 
 
 def returns_to_go(rewards: torch.Tensor, is_last: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """The discounted sum of each step's reward and all later ones of its episode.
+    """Return, for each step, the discounted sum of its reward and all later rewards of its episode.
 
-    Computed in float64, in time proportional to the steps; the result has the dtype of the rewards. To bootstrap
-    where an episode was truncated, add gamma times the value that follows to its last reward.
+    Sums are computed in float64, in time proportional to the number of steps; the result has the dtype of the
+    rewards. To bootstrap a truncated episode, add gamma times the value of its final observation to its last
+    reward.
 
     Args:
         rewards: ``[..., steps]``, of a floating-point dtype.
-        is_last: ``[..., steps]`` bools: the step is the last of its episode. The last of all need not say so.
+        is_last: ``[..., steps]`` bools: whether the step is the last of its episode. It may be False for the very
+            last step.
         gamma: Discount, from 0 to 1.
 
     >>> returns_to_go(torch.ones(5), torch.tensor([False, True, False, False, True]), gamma=0.5)
@@ -41,19 +43,20 @@ def advantages(
     gamma: float,
     lambda_: float,
 ) -> torch.Tensor:
-    """Generalised advantage estimates; added to the values they are lambda-returns.
+    """Return generalised advantage estimates (GAE). Add the values to get lambda-returns.
 
-    Computed in float64, in time proportional to the steps; the result has the dtype of the rewards.
+    Sums are computed in float64, in time proportional to the number of steps; the result has the dtype of the
+    rewards.
 
     Args:
         rewards: ``[..., steps]``, of a floating-point dtype; the other arguments have the same shape.
-        values: Estimates of the observations that the steps began with.
-        next_values: Estimates of the observations they led to, final ones included; where the step terminated they
-            do not count, whatever they are.
-        terminated: The step terminated the episode.
-        is_last: The step is the last of its episode, however that ended; what follows belongs to another.
+        values: Value estimates of the observations before the steps.
+        next_values: Value estimates of the observations after the steps, final observations included. They are
+            ignored where the step terminated its episode.
+        terminated: Whether the step terminated its episode.
+        is_last: Whether the step is the last of its episode, however the episode ended.
         gamma: Discount, from 0 to 1.
-        lambda_: How far to look before trusting the values, from 0 (one step) to 1 (to the end).
+        lambda_: How far to look ahead before trusting the values, from 0 (one step) to 1 (to the end).
     """
     _check_numbers(rewards.shape, rewards=rewards, values=values, next_values=next_values)
     _check_masks(rewards.shape, terminated=terminated, is_last=is_last)
@@ -66,10 +69,11 @@ def advantages(
 
 
 def _sum_ahead(x: torch.Tensor, link: torch.Tensor) -> torch.Tensor:
-    """The series with ``y[t] = x[t] + link[t] * y[t + 1]``, and nothing after the end.
+    """Return the series ``y[t] = x[t] + link[t] * y[t + 1]``, with 0 after the end.
 
-    Neighbours are joined to a series of half the length, whose sums give those in between: about two operations a
-    step in all, in some dozens of calls, and every factor is a product of links, so nothing overflows.
+    Pairs of neighbours are combined to a series of half the length, whose sums give the even elements; the odd ones
+    follow from them. That takes about two operations a step and a few dozen calls in all. Every factor is a product
+    of links, so nothing overflows.
     """
     n = x.shape[-1]
     if n <= 1:
@@ -78,34 +82,35 @@ def _sum_ahead(x: torch.Tensor, link: torch.Tensor) -> torch.Tensor:
     link_even, link_odd = link[..., 0::2], link[..., 1::2]
     if n % 2:
         odd, link_odd = (torch.nn.functional.pad(part, (0, 1)) for part in (odd, link_odd))
-    found = _sum_ahead(_joined(even, link_even, odd), link_even * link_odd)
+    found = _sum_ahead(_linked_sum(even, link_even, odd), link_even * link_odd)
     following = torch.nn.functional.pad(found[..., 1:], (0, 1))
-    between = _joined(odd, link_odd, following)
+    between = _linked_sum(odd, link_odd, following)
     return torch.stack([found, between], -1).flatten(-2)[..., :n]
 
 
-def _joined(x: torch.Tensor, link: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    # What is not linked has no effect, also where it is not finite.
+def _linked_sum(x: torch.Tensor, link: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    # A value without a link has no effect, even if it is not finite.
     return x + (link * following).masked_fill_(link == 0, 0.0)
 
 
-def _check_numbers(shape: torch.Size, **given: torch.Tensor) -> None:
-    for name, tensor in given.items():
+def _check_numbers(shape: torch.Size, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
         if not shape or tensor.shape != shape or not tensor.is_floating_point():
-            raise DataError(f"{name}: expected floating-point numbers of shape {_text(shape)}, got {_of(tensor)}")
+            expected = f"floating-point numbers of shape {_shape_text(shape)}"
+            raise DataError(f"{name}: expected {expected}, got {_describe(tensor)}")
 
 
-def _check_masks(shape: torch.Size, **given: torch.Tensor) -> None:
-    for name, tensor in given.items():
+def _check_masks(shape: torch.Size, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
         if tensor.shape != shape or tensor.dtype is not torch.bool:
-            raise DataError(f"{name}: expected torch.bool of shape {_text(shape)}, got {_of(tensor)}")
+            raise DataError(f"{name}: expected torch.bool of shape {_shape_text(shape)}, got {_describe(tensor)}")
 
 
-def _text(shape: torch.Size) -> str:
+def _shape_text(shape: torch.Size) -> str:
     return str(tuple(shape)) if shape else "(..., steps)"
 
 
-def _of(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 

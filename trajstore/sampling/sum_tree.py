@@ -1,4 +1,4 @@
-"""Draws in proportion to integer masses: a tree of exact sums, the same on every device."""
+"""A tree of exact integer sums, for draws in proportion to masses that are identical on every device."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.rng import CounterRng
 from trajstore.schema import Array
 
-BITS = 4  # of the fan-out: a row of 16 children is two cache lines
-NOTHING = (1 << 63) - 1  # the smallest of no masses
+BITS = 4  # log2 of the fan-out: a row of 16 children is two cache lines
+NO_POSITIVE_MASS = (1 << 63) - 1  # the value of `SumTree.smallest` if no mass is positive
 
 _FAN_OUT = 1 << BITS
-_SCANNED = 4096  # nodes of the level at which tensor operations start; one search of it replaces three steps down
+_SCANNED = 4096  # largest level that tensor operations search as a whole, instead of going down three levels to it
 _LOW_31 = (1 << 31) - 1
 
 
 class _Layout(NamedTuple):
-    """Where the levels lie in one array, leaves first in these tuples, while the array starts with the root.
+    """Where the levels of the tree lie in one array.
 
-    Position 0 is the root, position 1 the count of positive leaves. Levels are padded to whole rows of siblings.
+    The array starts with the root; these tuples start with the leaves. Position 0 holds the root, position 1 the
+    number of positive leaves. Levels are padded to whole rows of siblings.
     """
 
     lengths: tuple[int, ...]
@@ -42,22 +43,22 @@ class _Layout(NamedTuple):
         return cls((*lengths, 1), tuple(offsets), size)
 
     def views(self, array: torch.Tensor) -> list[torch.Tensor]:
-        """The levels of an array that is laid out so."""
+        """Return views of the levels of an array with this layout, leaves first."""
         return [array[at : at + length] for at, length in zip(self.offsets, self.lengths, strict=True)]
 
 
 class SumTree:
-    """Leaves with int64 masses; a leaf is drawn with the probability mass / total, one of mass 0 never.
+    """Leaves with int64 masses, drawn with probability mass / total. A leaf of mass 0 is never drawn.
 
-    Sums are exact and random numbers depend on seed and counter alone, so both paths (compiled loops on the CPU,
-    tensor operations anywhere) give the same results. The caller sees to it that indexes exist, masses are >= 0 and
-    the total is at most 2**62. Compiled loops check the first two; tensor operations do not, as they never wait for
-    the device. Not safe to change in one thread while another uses it.
+    Sums are exact and random numbers depend only on seed and counter, so compiled loops (on the CPU) and tensor
+    operations (on any device) give the same results. The caller ensures that indexes exist, masses are >= 0 and the
+    total is at most 2**62. Compiled loops check the first two; tensor operations do not, because that would make
+    the host wait for the device. Not thread-safe.
 
     Args:
-        device: Where the tree lives, and all tensors that are handed in and out.
-        compiled: Use compiled loops if the device is the CPU and numba can be imported.
-        with_min: Keep track of the smallest positive mass too, which makes ``put`` slower.
+        device: Where the tree is, and all tensors that its methods take and return.
+        compiled: Whether to use compiled loops if the device is the CPU and numba can be imported.
+        with_min: Whether to keep track of the smallest positive mass; that makes ``put`` slower.
     """
 
     def __init__(self, device: torch.device, *, compiled: bool = True, with_min: bool = False) -> None:
@@ -69,52 +70,56 @@ class SumTree:
         self._leaves = self._levels[0][:0]
 
     def _allocate(self, capacity: int) -> None:
-        """Set up a tree of zeros."""
+        """Allocate a tree of zeros."""
         layout = _Layout.of(capacity)
-        # The minima are laid out as the sums are, but need no leaves of their own.
+        # The minima have the same layout without leaves: a leaf's minimum is its mass.
         n_mins = layout.offsets[0] if self._with_min else 0
         if self._kernels is None:
             sums = torch.zeros(layout.size, dtype=torch.int64, device=self._device)
-            mins = torch.full((n_mins,), NOTHING, dtype=torch.int64, device=self._device)
+            mins = torch.full((n_mins,), NO_POSITIVE_MASS, dtype=torch.int64, device=self._device)
         else:
-            self._arrays = _zeros(layout.size), np.full(n_mins, NOTHING), np.array(layout.offsets, np.int64)
+            self._arrays = (
+                _zeros(layout.size),
+                np.full(n_mins, NO_POSITIVE_MASS),
+                np.array(layout.offsets, np.int64),
+            )
             sums, mins = map(torch.from_numpy, self._arrays[:2])
         self._layout, self._sums, self._mins = layout, sums, mins
         self._set_views(layout)
 
     def _set_views(self, layout: _Layout) -> None:
-        """Keep at hand what tensor operations need at every call."""
+        """Prepare the views and constants that tensor operations need at every call."""
         self._levels = layout.views(self._sums)
         n_below = sum(length > _SCANNED for length in layout.lengths)
         self._top, self._rows = self._levels[n_below], [v.view(-1, _FAN_OUT) for v in self._levels[:n_below]]
-        # A change to leaf i concerns the positions (i >> shift) + offset: one in each level, and the count at 1.
+        # A change of leaf i changes the positions (i >> shift) + offset: one in each level, and the count at 1.
         shifts = [BITS * level for level in range(len(layout.offsets))]
         self._shifts = torch.tensor([*shifts, 63], device=self._device).unsqueeze(1)
         self._offsets = torch.tensor([*layout.offsets, 1], device=self._device).unsqueeze(1)
 
     @property
     def n(self) -> int:
-        """How many leaves there are."""
+        """Number of leaves."""
         return self._n
 
     @property
     def nbytes(self) -> int:
-        """Memory taken, room to grow included."""
+        """Bytes of memory, including room to grow."""
         return self._sums.nbytes + self._mins.nbytes
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum of all masses, as it is now, on the device."""
+        """The sum of all masses: a copy, on the device."""
         return self._sums[0].clone()
 
     @property
     def n_positive(self) -> torch.Tensor:
-        """How many leaves can be drawn, as of now, on the device."""
+        """The number of leaves that can be drawn: a copy, on the device."""
         return self._sums[1].clone()
 
     @property
     def smallest(self) -> torch.Tensor:
-        """The smallest positive mass, as it is now, on the device; ``NOTHING`` if no mass is positive."""
+        """The smallest positive mass, or ``NO_POSITIVE_MASS`` if no mass is positive: a copy, on the device."""
         if not self._with_min:
             raise DataError("smallest: the tree was made without with_min=True")
         return self._mins[0].clone()
@@ -122,7 +127,7 @@ class SumTree:
     # ---- changing ----------------------------------------------------------------------------------
 
     def resize(self, n: int) -> None:
-        """Add leaves of mass 0 at the end, or drop leaves there; what is there is copied only now and then."""
+        """Add leaves of mass 0 at the end, or drop leaves there. The cost of copying leaves is amortised."""
         if n < 0:
             raise DataError(f"resize: expected n >= 0, got {n}")
         if n < self._n:
@@ -143,10 +148,10 @@ class SumTree:
         self._sum_up(0, len(kept))
 
     def rebuild(self, mass: torch.Tensor) -> None:
-        """Replace all leaves; there are as many as masses afterwards.
+        """Replace all leaves by as many as there are masses.
 
         Raises:
-            DataError: A mass is negative (compiled path only); nothing was changed.
+            DataError: A mass is negative (checked by compiled loops only); nothing has changed.
         """
         self._check("rebuild", mass)
         if self._kernels is not None and bool((mass < 0).any()):
@@ -155,21 +160,22 @@ class SumTree:
         self.put_range(0, mass)
 
     def put(self, index: torch.Tensor, mass: torch.Tensor) -> None:
-        """Set the masses of some leaves; if an index comes more than once, its last mass counts.
+        """Set the masses of some leaves. If an index occurs more than once, its last mass counts.
 
         Raises:
-            DataError: An index does not exist or a mass is negative (compiled path only); nothing was changed.
+            DataError: An index does not exist or a mass is negative (checked by compiled loops only); nothing has
+                changed.
         """
         self._check("put", index, mass)
         if self._kernels is None:
             self._put(index, mass)
             return
         arrays = index.contiguous().numpy(), mass.contiguous().numpy()
-        wrong = self._kernels.put(*self._arrays, self._n, *arrays)
-        if wrong >= 0:
+        invalid = self._kernels.put(*self._arrays, self._n, *arrays)
+        if invalid >= 0:
             raise DataError(
                 f"put: expected indexes in [0, {self._n}) and masses >= 0, "
-                f"got index {arrays[0][wrong]} and mass {arrays[1][wrong]} at position {wrong}"
+                f"got index {arrays[0][invalid]} and mass {arrays[1][invalid]} at position {invalid}"
             )
 
     def _put(self, index: torch.Tensor, mass: torch.Tensor) -> None:
@@ -178,8 +184,8 @@ class SumTree:
         old = self._leaves.index_select(0, index)
         change = (mass.index_select(0, order) - old).mul_(is_last)
         n_more = (old + change).sign_().sub_(old.sign())
-        # Leaves, ancestors, root and count in one operation, which no interrupt tears. Integers add up to the same
-        # in any order.
+        # Leaves, ancestors, root and count change in one operation, so an interrupt can't leave them inconsistent.
+        # Sums of integers do not depend on their order.
         where = (index >> self._shifts).add_(self._offsets)
         changes = torch.cat((change.expand(len(where) - 1, -1), n_more.unsqueeze(0)))
         self._sums.index_add_(0, where.view(-1), changes.view(-1))
@@ -194,36 +200,37 @@ class SumTree:
             self._minima(level).index_copy_(0, node, _least(rows, is_leaf=level == 1))
 
     def _minima(self, level: int) -> torch.Tensor:
-        """The smallest positive masses below the nodes of a level; the leaves are the masses, 0 included."""
+        """Return the smallest positive mass below each node of a level; for leaves, their masses, 0 included."""
         at, length = self._layout.offsets[level], self._layout.lengths[level]
         return self._mins[at : at + length] if level else self._levels[0]
 
     def put_range(self, start: int, mass: torch.Tensor) -> None:
-        """Set the masses of consecutive leaves; costs what the block is long.
+        """Set the masses of consecutive leaves, in time proportional to their number.
 
         Raises:
-            DataError: The block does not fit, or a mass is negative (compiled path only); nothing was changed.
+            DataError: The range does not fit, or a mass is negative (checked by compiled loops only); nothing has
+                changed.
         """
         self._check("put_range", mass)
         stop = start + len(mass)
         if not 0 <= start <= stop <= self._n:
-            raise DataError(f"put_range: expected a block inside the {self._n} leaves, got [{start}, {stop})")
+            raise DataError(f"put_range: expected a range inside the {self._n} leaves, got [{start}, {stop})")
         if self._kernels is None:
             self._put_range(start, stop, mass)
             return
         array = mass.contiguous().numpy()
-        wrong = self._kernels.put_range(*self._arrays, start, array)
-        if wrong >= 0:
-            raise DataError(f"put_range: expected masses >= 0, got {array[wrong]} at position {wrong}")
+        invalid = self._kernels.put_range(*self._arrays, start, array)
+        if invalid >= 0:
+            raise DataError(f"put_range: expected masses >= 0, got {array[invalid]} at position {invalid}")
 
     def _put_range(self, start: int, stop: int, mass: torch.Tensor) -> None:
-        block = self._leaves[start:stop]
-        self._sums[1].add_(mass.sign().sub_(block.sign()).sum())
-        block.copy_(mass)
+        leaves = self._leaves[start:stop]
+        self._sums[1].add_(mass.sign().sub_(leaves.sign()).sum())
+        leaves.copy_(mass)
         self._sum_up(start, stop)
 
     def _sum_up(self, start: int, stop: int) -> None:
-        """Make everything above the leaves ``[start, stop)`` right again."""
+        """Recompute all nodes above the leaves ``[start, stop)``."""
         if self._kernels is not None:
             self._kernels.sum_up(*self._arrays, start, stop)
             return
@@ -238,13 +245,13 @@ class SumTree:
     # ---- looking up --------------------------------------------------------------------------------
 
     def get(self, index: torch.Tensor) -> torch.Tensor:
-        """The masses of some leaves."""
+        """Return the masses of some leaves."""
         return self._leaves.index_select(0, index)
 
     def find(self, x: torch.Tensor) -> torch.Tensor:
-        """The leaves that hold the numbers ``0 <= x < total``, if their masses are laid end to end.
+        """Return the leaf that holds each number ``0 <= x < total``, if the masses are laid end to end.
 
-        For other numbers some leaf comes back.
+        Other numbers give an arbitrary leaf.
         """
         self._check("find", x)
         self._check_not_empty("find")
@@ -258,20 +265,20 @@ class SumTree:
     def draw(self, n: int, rng: CounterRng, *, stratified: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Draw ``n`` leaves with replacement, in proportion to their masses; uses ``n`` numbers of ``rng``.
 
-        No leaf's probability is off by more than 2**-62.
+        The probability of each leaf is exact to 2**-62.
 
         Args:
-            n: How many.
-            rng: Where the randomness comes from.
-            stratified: Draw one from each of ``n`` equal parts of the total, in order: spread more evenly, but on
-                the whole every leaf is as likely as before, up to the rounding of the parts.
+            n: How many leaves to draw.
+            rng: The source of random numbers.
+            stratified: Whether to draw one leaf from each of ``n`` equal parts of the total, in order. That spreads
+                the draws more evenly; each leaf is drawn as often on average, up to the rounding of the parts.
 
         Returns:
             The leaves and their masses.
 
         Raises:
-            DataError: There are no leaves, or (compiled path only) all have mass 0. Tensor operations would have to
-                wait for the device to know: with them, leaves of mass 0 come back.
+            DataError: The tree has no leaves, or all have mass 0. Tensor operations do not check the second,
+                because that would make the host wait for the device: they return leaves of mass 0.
         """
         self._check_not_empty("draw")
         if self._kernels is None:
@@ -286,25 +293,25 @@ class SumTree:
         return torch.from_numpy(out[0]), torch.from_numpy(out[1])
 
     def _numbers(self, n: int, rng: CounterRng, stratified: bool) -> torch.Tensor:
-        """Numbers uniform in [0, total)."""
+        """Return ``n`` numbers uniform in [0, total)."""
         bits, total = rng.bits(n, self._device), self._sums[0]
         if not stratified:
             return _scaled(bits, total)
-        # total * i // n, in two parts that do not overflow.
+        # total * i // n, computed in two parts that do not overflow.
         i, parts = torch.arange(n + 1, device=self._device), max(n, 1)
         edges = (total // parts * i).add_((total % parts * i) // parts)
         return _scaled(bits, edges[1:] - edges[:-1]).add_(edges[:-1])
 
     def _descend(self, x: torch.Tensor) -> torch.Tensor:
-        """From the level of few nodes to the leaves; a node starts where those before it end.
+        """Search from a level of few nodes down to the leaves; a node starts where the node before it ends.
 
-        The last child that starts at or before x holds x, because one of mass 0 starts where the next one does.
+        The last child that starts at or before x holds x: a child of mass 0 starts where the next child does.
         """
         starts = _starts(self._top, 0)
         node = torch.searchsorted(starts, x, right=True).sub_(1)
         rest = x.sub(starts.index_select(0, node)).unsqueeze_(1)
         for level in reversed(self._rows):
-            # Only if x is not below the total, the last node may be padding, which has no children.
+            # The node can be padding, which has no children, only if x is not below the total.
             starts = _starts(level.index_select(0, node.clamp_(max=len(level) - 1)), 1)
             child = torch.searchsorted(starts, rest, right=True).sub_(1)
             if level is not self._rows[0]:
@@ -312,20 +319,20 @@ class SumTree:
             node = child.squeeze(1).add_(node, alpha=_FAN_OUT)
         return node.clamp_(max=self._n - 1)
 
-    # ---- the rest ----------------------------------------------------------------------------------
+    # ---- checks and pickling -----------------------------------------------------------------------
 
-    def _check(self, what: str, *tensors: torch.Tensor) -> None:
+    def _check(self, method: str, *tensors: torch.Tensor) -> None:
         shape = tensors[0].shape
         if len(shape) != 1 or any(t.dtype is not torch.int64 or t.shape != shape for t in tensors):
             got = ", ".join(f"{t.dtype} of shape {tuple(t.shape)}" for t in tensors)
-            raise DataError(f"{what}: expected int64 of one dimension and one length, got {got}")
+            raise DataError(f"{method}: expected int64 of one dimension and one length, got {got}")
 
-    def _check_not_empty(self, what: str) -> None:
+    def _check_not_empty(self, method: str) -> None:
         if not self._n:
-            raise DataError(f"{what}: the tree has no leaves")
+            raise DataError(f"{method}: the tree has no leaves")
 
     def __getstate__(self) -> dict[str, Any]:
-        # Arrays that share memory would not do so after a copy.
+        # Only the masses: tensors and arrays that share memory would not share it after unpickling.
         options = {"compiled": self._kernels is not None, "with_min": self._with_min}
         return {"device": self._device, "options": options, "masses": self._leaves.clone()}
 
@@ -335,7 +342,7 @@ class SumTree:
 
 
 def _zeros(n: int) -> Array:
-    """Zeros that start with a cache line; numpy asks for huge pages, from which random access gains."""
+    """Return zeros that start at a cache line. numpy asks for huge pages, which makes random access faster."""
     spare = np.zeros(n + 7, np.int64)
     skip = -(spare.ctypes.data >> 3) % 8
     return spare[skip : skip + n]
@@ -350,15 +357,16 @@ def _starts(masses: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _least(rows: torch.Tensor, is_leaf: bool) -> torch.Tensor:
-    """The smallest positive number of each row."""
+    """Return the smallest positive number of each row."""
     # min is several times faster than amin on the CPU.
-    return (torch.where(rows > 0, rows, NOTHING) if is_leaf else rows).min(1).values
+    return (torch.where(rows > 0, rows, NO_POSITIVE_MASS) if is_leaf else rows).min(1).values
 
 
 def _scaled(bits: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """The upper 62 bits as a fraction of the limit, rounded down: a product of 124 bits from halves of 31.
+    """Return ``limit`` times the fraction that the upper 62 bits stand for, rounded down.
 
-    Exact for limits up to 2**62, and always below the limit.
+    The product of 124 bits is computed from halves of 31 bits. It is exact for limits up to 2**62, and always below
+    the limit.
     """
     high, low = (bits >> 33).bitwise_and_(_LOW_31), (bits >> 2).bitwise_and_(_LOW_31)
     limit_high, limit_low = limit >> 31, limit & _LOW_31

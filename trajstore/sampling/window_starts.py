@@ -1,4 +1,4 @@
-"""Which windows can start where: prefix sums over the episode index, and draws from them."""
+"""Which windows exist: running sums of the windows of every episode in the index, and uniform draws from them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ from trajstore.schema import Array
 
 @dataclass(frozen=True, slots=True)
 class DrawnWindows:
-    """Windows: the index entry of their episode and the position of their first learning step.
+    """The windows of a batch.
 
-    ``n`` is the number of steps of each window's n-step return, where it is drawn from a range.
+    Attributes:
+        entry: The index entry of each window's episode.
+        start: The position of its first learning step.
+        n: The number of steps of its n-step return, if that is drawn from a range.
+        probability: The probability with which the window was drawn, if draws follow priorities.
+        weight: The importance weight that corrects the bias of draws by priority.
     """
 
     entry: torch.Tensor
     start: torch.Tensor
     n: torch.Tensor | None = None
-    probability: torch.Tensor | None = None  # of drawing this window, where priorities decide
-    weight: torch.Tensor | None = None  # that takes back the bias
+    probability: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
 
 
 def concat_drawn(draws: Sequence[DrawnWindows]) -> DrawnWindows:
-    """The windows of several draws, as one."""
+    """Join several draws into one. Probabilities and weights are dropped if there are several."""
     if len(draws) == 1:
         return draws[0]
     n = [draw.n for draw in draws if draw.n is not None]
@@ -41,130 +46,151 @@ def concat_drawn(draws: Sequence[DrawnWindows]) -> DrawnWindows:
 
 
 class WindowStarts:
-    """Running sums of what may be drawn, over the episodes of an index, for one kind of window.
+    """Running sums, over the episodes of an index, of what a draw of one kind of window is uniform over.
 
-    Follows the index as it grows: entries of episodes that ended are summed once, the open tail at every update.
+    Depending on the kind's ``weight`` that is windows, steps or episodes; below they are called *units*. A draw is
+    a random unit number and a binary search. `update` follows the index as it grows: entries of episodes that ended
+    are summed once, those of open episodes at every update.
+
+    Args:
+        index: The episodes.
+        windows: The kind of window.
+        reward_with_observation: Whether the reward of a step's action is stored with the next observation.
+        episode_mask: Returns, by entry, which episodes may be drawn; None for all.
+        kernels: Compiled loops, for the CPU.
+
+    Attributes:
+        base: The value that the stored sums start from. Evictions at the front raise it, so that later sums
+            need not change.
+        chains: The episodes of each environment, if windows cross the ends of episodes.
     """
 
     def __init__(
         self,
         index: EpisodeIndex,
-        spec: Windows,
+        windows: Windows,
         reward_with_observation: bool,
-        mask: Callable[[], Array] | None = None,
+        episode_mask: Callable[[], Array] | None = None,
         kernels: ModuleType | None = None,
     ) -> None:
         self._index = index
-        self._spec = spec
+        self.windows = windows
         self._reward_with_observation = reward_with_observation
-        self._mask = mask  # gives, by entry, which episodes may be drawn
+        self._episode_mask = episode_mask
         self._kernels = kernels
         self._sums = GrowableArray(np.int64, index.device)
-        self.base = 0  # what the sums begin with: evictions take away from the front
-        self._n_closed = self._n_heads = 0
-        self._seen = (-1, -1)
+        self.base = 0
+        self._n_closed = 0  # entries whose sums are final
+        self._n_heads = 0  # evictions at the front of the index that the sums take into account
+        self._seen = (-1, -1)  # generation and version of the index at the last update
         self.chains: EnvironmentChains | None = None
 
     def _usable(self, start: int, stop: int | None = None) -> Array:
         index = self._index
         stop = index.n if stop is None else stop
         lengths = index.lengths(start, stop)
-        usable = usable_steps(lengths, index.flags.host[start:stop], self._spec, self._reward_with_observation)
-        return usable.clip(0)  # entries that were evicted have no steps at all
+        flags = index.flags.host[start:stop]
+        usable = usable_steps(lengths, flags, self.windows, self._reward_with_observation)
+        return usable.clip(0)  # evicted entries have no steps at all
 
     def update(self) -> None:
-        """Catch up with the index; costs what is new and what is open."""
+        """Follow the index. The cost is proportional to the new and the open episodes."""
         index = self._index
         if self._seen == (index.generation, index.version):
             return
-        if self._spec.boundary == "cross":
+        if self.windows.boundary == "cross":
             self.chains = EnvironmentChains(index)
-        is_same = self._seen[0] == index.generation and self._mask is None and self.chains is None
-        start = self._n_closed if is_same else 0
+        is_extended = self._seen[0] == index.generation and self._episode_mask is None and self.chains is None
+        start = self._n_closed if is_extended else 0
         self._update_head(min(start, max(index.heads[self._n_heads :], default=0)))
         if not start:
             self.base = 0
         before = int(self._sums.host[start - 1]) if start else 0
-        self._sums.rewrite(start, before + np.cumsum(self._mass(start, index.n)))
+        self._sums.rewrite(start, before + np.cumsum(self._units(start, index.n)))
         self._n_closed, self._n_heads = index.n_closed, len(index.heads)
         self._seen = (index.generation, index.version)
 
     def _update_head(self, stop: int) -> None:
-        """Sum again what lies before an eviction's last entry, backwards: later sums stay as they are."""
+        """Recompute the sums of the entries before ``stop``, backwards from its sum, so that later sums stay."""
         if stop:
-            mass = self._mass(0, stop)
-            after = np.cumsum(mass[::-1])[::-1] - mass
+            units = self._units(0, stop)
+            after = np.cumsum(units[::-1])[::-1] - units
             last = int(self._sums.host[stop - 1])
             self._sums.put(np.arange(stop), last - after)
-            self.base = last - int(mass.sum())
+            self.base = last - int(units.sum())
 
-    def _mass(self, start: int, stop: int) -> Array:
+    def _units(self, start: int, stop: int) -> Array:
+        """Return, by entry, how many units a draw can hit in the episode."""
         n = self._usable(start, stop)
-        counts = self._counts(n)
-        if self._mask is not None:
-            counts = counts * self._mask()[start:stop]
-        if self._spec.weight == "window":
+        counts = self._window_counts(n)
+        if self._episode_mask is not None:
+            counts = counts * self._episode_mask()[start:stop]
+        if self.windows.weight == "window":
             return counts
-        return (counts > 0) * (n if self._spec.weight == "step" else 1)
+        return (counts > 0) * (n if self.windows.weight == "step" else 1)
 
-    def _counts(self, n: Array) -> Array:
+    def _window_counts(self, n: Array) -> Array:
         if self.chains is None:
-            return self._spec.n_starts(n)
-        counts: Array = np.minimum(n, self.chains.left - self._spec.reach).clip(0)
+            return self.windows.n_starts(n)
+        counts: Array = np.minimum(n, self.chains.n_left - self.windows.reach).clip(0)
         return counts
 
     @property
     def total(self) -> int:
-        """What a draw is uniform over: windows, steps or episodes."""
+        """How many units (windows, steps or episodes) a draw is uniform over."""
         return int(self._sums.host[-1]) - self.base if self._sums.n else 0
 
     @property
     def usable_steps(self) -> Array:
-        """By entry: steps that a window may learn from."""
+        """By entry: how many steps a window may learn from."""
         return self._usable(0)
 
     @property
     def sums(self) -> Array:
-        """By entry: what may be drawn up to and including it."""
+        """By entry: the number of units up to and including it."""
         return self._sums.host - self.base
 
     def counts(self, entry: Array) -> Array:
-        """How many windows episodes have, where all weigh the same."""
+        """Return how many units these episodes have: windows, if every window has the same weight."""
         sums = self._sums.host
         before = np.where(entry > 0, sums[entry - 1], self.base) if len(sums) else entry
         counts: Array = sums[entry] - before
         return counts
 
     def has_start(self, entry: Array, position: Array) -> Array:
-        """Whether windows have their first learning step at positions of episodes."""
-        spec, n = self._spec, self.usable_of(entry)
-        if spec.boundary == "pad_left":
-            stop = (n - spec.reach).clip(1) * (n > 0)
-        elif spec.boundary == "pad_both":
+        """Return whether a window can have its first learning step at these positions of episodes."""
+        windows, n = self.windows, self.usable_of(entry)
+        if windows.boundary == "pad_left":
+            stop = (n - windows.reach).clip(1) * (n > 0)
+        elif windows.boundary == "pad_both":
             stop = n
         elif self.chains is not None:
-            stop = np.minimum(n, self.chains.left[entry] - spec.reach)
+            stop = np.minimum(n, self.chains.n_left[entry] - windows.reach)
         else:
-            stop = spec.n_starts(n) + spec.lead
-        found: Array = (position >= spec.lead) & (position < stop)
+            stop = windows.n_starts(n) + windows.lead
+        found: Array = (position >= windows.lead) & (position < stop)
         return found
 
     def usable_of(self, entry: Array) -> Array:
-        """Steps that a window may learn from, of some episodes, on the host."""
-        flags = self._index.flags.host[entry]
-        return usable_steps(self._index.lengths_of(entry), flags, self._spec, self._reward_with_observation).clip(0)
+        """Return how many steps of these episodes a window may learn from, on the host."""
+        lengths, flags = self._index.lengths_of(entry), self._index.flags.host[entry]
+        return usable_steps(lengths, flags, self.windows, self._reward_with_observation).clip(0)
 
     @property
     def nbytes(self) -> int:
         return self._sums.nbytes
 
-    def of_recent_episodes(self, n: int) -> int:
-        """What lies before the last ``n`` episodes."""
+    def first_of_recent_episodes(self, n: int) -> int:
+        """Return the number of the first unit of the last ``n`` episodes."""
         first = max(self._index.first, self._index.n - n)
-        return self._before(first)
+        return self._units_before(first)
 
-    def of_recent_steps(self, n: int) -> int:
-        """What lies before the last ``n`` steps; windows may start there and later."""
+    def first_of_recent_steps(self, n: int) -> int:
+        """Return the number of the first unit of the last ``n`` steps.
+
+        Windows are recent if they start at one of these steps. Weights other than ``window`` draw episodes as a
+        whole, so for them the episode that the first of these steps lies in is recent.
+        """
         index = self._index
         sums = index.step_sums.host
         before = int(sums[-1]) - n if len(sums) else 0
@@ -173,21 +199,21 @@ class WindowStarts:
         entry = int(np.searchsorted(sums, before, side="right"))
         if entry == index.n:
             return self.total
-        low = self._before(entry)
+        low = self._units_before(entry)
         count = int(self._sums.host[entry]) - self.base - low
-        if self._spec.weight != "window" or count == 0:
-            return low  # an episode is drawn as a whole
+        if self.windows.weight != "window" or count == 0:
+            return low
         skipped = before - (int(sums[entry - 1]) if entry else index.step_base)
         if self.chains is not None:
             return low + min(count, skipped)
-        return low + starts_before(self._spec, int(self._usable(entry, entry + 1)[0]), skipped)
+        return low + starts_before(self.windows, int(self._usable(entry, entry + 1)[0]), skipped)
 
-    def _before(self, entry: int) -> int:
+    def _units_before(self, entry: int) -> int:
         return int(self._sums.host[entry - 1]) - self.base if entry else 0
 
     def draw(self, n: int, rng: CounterRng, low: int = 0) -> DrawnWindows:
-        """Draw ``n`` with replacement from what lies at ``low`` and after."""
-        if self._kernels is None or self._spec.weight != "window":
+        """Draw ``n`` windows with replacement, uniformly over the units from number ``low`` on."""
+        if self._kernels is None or self.windows.weight != "window":
             number = rng.below(n, self.total - low, self._index.device)
             return self.locate(number.add_(low), rng)
         entry, offset = np.empty((2, n), np.int64)
@@ -198,41 +224,41 @@ class WindowStarts:
         return self._with_n(entries, self._start(entries, torch.from_numpy(offset)), rng)
 
     def locate(self, number: torch.Tensor, rng: CounterRng) -> DrawnWindows:
-        """The windows of given numbers; with weights other than ``window`` the start is drawn."""
-        sums, spec = self._sums.device, self._spec
+        """Return the windows of unit numbers. For weights other than ``window`` the start is drawn with ``rng``."""
+        sums, windows = self._sums.device, self.windows
         number = number + self.base
         entry = torch.searchsorted(sums, number, right=True)
-        if spec.weight == "window":
+        if windows.weight == "window":
             offset = number - torch.where(entry > 0, sums[entry - 1], self.base)
             return self._with_n(entry, self._start(entry, offset), rng)
         offset = rng.below(len(entry), self._n_starts(entry), self._index.device)
         return self._with_n(entry, self._start(entry, offset), rng)
 
     def _n_starts(self, entry: torch.Tensor) -> torch.Tensor:
-        n = self.usable(entry)
+        n = self._usable_on_device(entry)
         if self.chains is None:
-            return self._spec.n_starts(n)
-        return torch.minimum(n, self.chains.left_on_device[entry] - self._spec.reach)
+            return self.windows.n_starts(n)
+        return torch.minimum(n, self.chains.n_left_on_device[entry] - self.windows.reach)
 
     def _start(self, entry: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-        spec = self._spec
-        if spec.boundary in ("pad_both", "pad_left"):
-            return spec.start(offset, self.usable(entry))
-        return offset + spec.lead if spec.lead else offset
+        windows = self.windows
+        if windows.boundary in ("pad_both", "pad_left"):
+            return windows.start(offset, self._usable_on_device(entry))
+        return offset + windows.lead if windows.lead else offset
 
     def _with_n(self, entry: torch.Tensor, start: torch.Tensor, rng: CounterRng) -> DrawnWindows:
-        low, high = self._spec.n_range
+        low, high = self.windows.n_range
         if low == high:
             return DrawnWindows(entry, start)
         return DrawnWindows(entry, start, rng.below(len(entry), high - low + 1, self._index.device).add_(low))
 
     def with_n(self, draw: DrawnWindows, rng: CounterRng) -> DrawnWindows:
-        """The same windows, with the steps of their n-step returns drawn where that is asked for."""
+        """Return the same windows; if n is drawn from a range and they have none yet, with n drawn from ``rng``."""
         return self._with_n(draw.entry, draw.start, rng) if draw.n is None else draw
 
-    def usable(self, entry: torch.Tensor) -> torch.Tensor:
-        """Steps that a window may learn from, of the episodes at these entries."""
+    def _usable_on_device(self, entry: torch.Tensor) -> torch.Tensor:
+        """Return how many steps of these episodes a window may learn from, on the device."""
         index = self._index
         logical, flags = index.logical.device, index.flags.device[entry]
         n = logical[entry + 1] - logical[entry] - (flags & HAS_FINAL)
-        return usable_steps(n, flags, self._spec, self._reward_with_observation)
+        return usable_steps(n, flags, self.windows, self._reward_with_observation)

@@ -1,14 +1,14 @@
-"""What a window is: which steps around a start belong to it, and which starts an episode has.
+"""What a window is: which steps belong to it, and where it may start in an episode.
 
-Everything here is arithmetic on positions. A position counts an episode's stored steps from 0; a window starts at
-its first *learning* step, and its steps lie at ``start + stride * (-burn_in ... length + bootstrap - 1)``.
+Everything here is arithmetic on positions. A position counts the stored steps of an episode from 0. A window starts
+at its first *learning* step; its steps lie at ``start + stride * (-burn_in ... length + bootstrap - 1)``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ Weight = Literal["window", "step", "episode"]
 Pad = Literal["repeat", "zero"]
 A = TypeVar("A", Array, torch.Tensor)
 
-MAX_STEPS = 1 << 30  # a window that could not be held anyway; sums of a few such numbers fit 64 bits
+MAX_STEPS = 1 << 30  # longer windows would not fit in memory, and sums of a few such numbers fit in 64 bits
 
 
 def _is_int(value: object) -> bool:
@@ -30,33 +30,54 @@ def _is_int(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Which windows to draw, and what comes with them.
+    """Describes the windows that a batch consists of, and what the batch holds for each of them.
+
+    A window is a fixed number of steps of one episode: ``burn_in`` steps, then ``length`` steps to learn from, then
+    ``bootstrap`` steps. Batches have the shape ``[batch, burn_in + length + bootstrap, *field shape]``. Windows are
+    immutable and hashable; equal ones share what a reader computes for them.
+
+    ```python
+    Windows(length=32, burn_in=8, bootstrap=5)  # sequences for a recurrent network
+    Windows.transitions(n_step=3)  # single transitions with 3-step returns
+    Windows(offsets={"observation": (-3, -2, -1, 0)}, fields=["action", "reward"])  # stacks of four frames
+    ```
 
     Args:
-        length: Steps to learn from.
-        burn_in: Steps before them, to warm up a recurrent state.
-        bootstrap: Steps after them, to bootstrap from.
+        length: Number of steps to learn from. Only these are True in the batch's ``learn`` mask.
+        burn_in: Number of steps before them, to warm up a recurrent state.
+        bootstrap: Number of steps after them, to bootstrap from.
         stride: Distance between neighbouring steps of a window.
-        boundary: What the ``length`` part does at the ends of an episode. ``strict``: it lies inside.
-            ``pad_left``, ``pad_right``, ``pad_both``: it may stick out there, as long as one step is inside.
-            ``short``: like strict, but an episode too short for that is taken whole and padded. ``cross``: it goes
-            on into the next episode of the same environment and stream, as do burn-in and bootstrap; every refresh
-            then costs in proportion to all episodes.
-        strict_context: Whether burn-in and bootstrap must lie inside as well; otherwise they are padded and masked.
-        pad: What stands where there is no step: the nearest one (``repeat``), zeros (``zero``) or a number.
-        weight: What is drawn uniformly: a ``window``; a ``step`` (an episode in proportion to its steps, then a
-            start in it); or an ``episode`` (then a start in it).
-        fields: Fields or groups to read; all by default.
-        offsets: Fields to stack on a further axis, with the steps to take relative to each step of the window:
-            ``{"observation": (-3, -2, -1, 0)}`` for frame stacks.
-        next_fields: Fields to return also as they are after the transition, under ``next``; ``"final"`` for all
-            that have a value after the last step.
-        n_step: Sum rewards over so many steps, or over a number drawn from an inclusive range for each window.
-        gamma: Discount for ``n_step``.
-        squeeze: Leave out the axis of the window; for windows of one step.
-        provenance: Say also where windows come from, under ``provenance``, ``[batch]`` each: ``rank`` and ``env``
-            that hold the episode now, ``source_rank`` and ``source_env`` that recorded it, how it ended (``end``: 0
-            open, 1 terminated, 2 truncated, 3 cut), and whether its first steps are gone (``is_headless``).
+        boundary: Where the learning steps may lie at the ends of an episode.
+
+            - ``strict``: all inside the episode.
+            - ``pad_left``, ``pad_right``, ``pad_both``: at least one inside; the others may lie before the start,
+              after the end, or either. Missing steps are padded.
+            - ``short``: all inside; an episode that is too short for that has one window, which starts at its first
+              step and is padded at the end.
+            - ``cross``: windows, burn-in and bootstrap included, continue in the next episode of the same
+              environment and stream. Every refresh then costs time proportional to the number of all episodes.
+        strict_context: Whether burn-in and bootstrap steps must lie inside the episode, too. If False, missing ones
+            are padded and masked. True requires ``boundary="strict"``.
+        pad: The values of steps that do not exist: those of the nearest step (``repeat``), zeros (``zero``), or a
+            number. They are False in the batch's ``valid`` mask.
+        weight: What a draw is uniform over: every ``window``; every ``step`` (draws an episode in proportion to its
+            steps, then one of its windows); or every ``episode`` (then one of its windows).
+        fields: Fields or groups of fields to read; None for all.
+        offsets: Fields to stack along a new axis after the window axis, and which steps to stack, relative to each
+            step of the window. Stacks never leave the episode.
+        next_fields: Fields to return also with their values after the transition, under ``next``. ``"final"``
+            stands for all chosen fields that are declared with ``final=True``.
+        n_step: Number of steps over which to sum rewards, or an inclusive range ``(low, high)`` from which the
+            number is drawn for each window. None for no n-step return.
+        gamma: Discount factor of the n-step return.
+        squeeze: Whether to drop the window axis; only for windows of one step.
+        provenance: Whether to return where each window comes from, under ``provenance``, ``[batch]`` each: ``rank``
+            and ``env`` that hold the episode now, ``source_rank`` and ``source_env`` that recorded it, ``end`` (how
+            it ended: 0 open, 1 terminated, 2 truncated, 3 cut), and ``is_headless`` (its first steps are gone).
+
+    Raises:
+        ValueError: A number is out of range, a choice is unknown, or two options contradict each other.
+        TypeError: ``fields`` or ``next_fields`` is a string instead of a list of names.
     """
 
     length: int = 1
@@ -67,18 +88,56 @@ class Windows:
     strict_context: bool = False
     pad: Pad | float = "repeat"
     weight: Weight = "window"
-    fields: tuple[str, ...] | None = None
+    fields: Sequence[str] | None = None
     offsets: Mapping[str, Sequence[int]] | tuple[tuple[str, tuple[int, ...]], ...] = ()
-    next_fields: tuple[str, ...] | Literal["final"] = ()
+    next_fields: Sequence[str] | Literal["final"] = ()
     n_step: int | tuple[int, int] | None = None
     gamma: float = 0.99
     squeeze: bool = False
     provenance: bool = False
 
     @classmethod
-    def transitions(cls, n_step: int | tuple[int, int] | None = None, gamma: float = 0.99, **more: Any) -> Windows:
-        """Single transitions, without the axis of the window: fields, ``next`` fields, terminated, truncated."""
-        return cls(**{"next_fields": "final", "n_step": n_step, "gamma": gamma, "squeeze": True} | more)
+    def transitions(
+        cls,
+        n_step: int | tuple[int, int] | None = None,
+        gamma: float = 0.99,
+        *,
+        length: int = 1,
+        burn_in: int = 0,
+        bootstrap: int = 0,
+        stride: int = 1,
+        boundary: Boundary = "strict",
+        strict_context: bool = False,
+        pad: Pad | float = "repeat",
+        weight: Weight = "window",
+        fields: Sequence[str] | None = None,
+        offsets: Mapping[str, Sequence[int]] | tuple[tuple[str, tuple[int, ...]], ...] = (),
+        next_fields: Sequence[str] | Literal["final"] = "final",
+        squeeze: bool = True,
+        provenance: bool = False,
+    ) -> Windows:
+        """Describe single transitions: fields, ``next`` fields, terminated and truncated, without a window axis.
+
+        The parameters are those of `Windows`. The defaults differ in two: ``next_fields`` is ``"final"`` and
+        ``squeeze`` is True.
+        """
+        return cls(
+            length=length,
+            burn_in=burn_in,
+            bootstrap=bootstrap,
+            stride=stride,
+            boundary=boundary,
+            strict_context=strict_context,
+            pad=pad,
+            weight=weight,
+            fields=fields,
+            offsets=offsets,
+            next_fields=next_fields,
+            n_step=n_step,
+            gamma=gamma,
+            squeeze=squeeze,
+            provenance=provenance,
+        )
 
     def __post_init__(self) -> None:
         for name, low in (("length", 1), ("burn_in", 0), ("bootstrap", 0), ("stride", 1)):
@@ -89,25 +148,25 @@ class Windows:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         self._check_values()
-        self._settle_names()
+        self._make_hashable()
         if self.strict_context and self.boundary != "strict":
-            raise ValueError(f"strict_context goes with boundary='strict', got {self.boundary!r}")
+            raise ValueError(f"strict_context needs boundary='strict', got {self.boundary!r}")
         if self.squeeze and self.size != 1:
-            raise ValueError(f"squeeze goes with windows of one step, got {self.size}")
+            raise ValueError(f"squeeze needs windows of one step, got {self.size} steps")
 
     def _check_values(self) -> None:
-        pad = self.pad in get_args(Pad) if isinstance(self.pad, str) else isinstance(self.pad, (int, float))
-        if not pad:
+        is_pad = self.pad in get_args(Pad) if isinstance(self.pad, str) else isinstance(self.pad, (int, float))
+        if not is_pad:
             raise ValueError(f"pad: expected 'repeat', 'zero' or a number, got {self.pad!r}")
         n_step = (1,) if self.n_step is None else self.n_step if isinstance(self.n_step, tuple) else (self.n_step,)
-        is_good = len(n_step) in (1, 2) and all(_is_int(n) and 1 <= n <= MAX_STEPS for n in n_step)
-        if not is_good or n_step[0] > n_step[-1]:
-            raise ValueError(f"n_step: expected a positive number or a rising pair of them, got {self.n_step!r}")
+        is_valid = len(n_step) in (1, 2) and all(_is_int(n) and 1 <= n <= MAX_STEPS for n in n_step)
+        if not is_valid or n_step[0] > n_step[-1]:
+            raise ValueError(f"n_step: expected a positive integer or a rising pair of them, got {self.n_step!r}")
         if not isinstance(self.gamma, (int, float)) or not 0.0 <= self.gamma <= 1.0:
             raise ValueError(f"gamma: expected a number from 0 to 1, got {self.gamma!r}")
 
-    def _settle_names(self) -> None:
-        """Take lists and mappings for what are tuples here, so that windows can be compared and hashed."""
+    def _make_hashable(self) -> None:
+        """Replace lists and mappings by tuples, so that equal windows have equal hashes."""
         for name in ("fields", "next_fields"):
             value = getattr(self, name)
             if isinstance(value, str) and not (name == "next_fields" and value == "final"):
@@ -118,12 +177,14 @@ class Windows:
         offsets = tuple((name, tuple(steps)) for name, steps in pairs)
         for name, steps in offsets:
             if not steps or not all(_is_int(step) and abs(step) <= MAX_STEPS for step in steps):
-                raise ValueError(f"offsets of {name!r}: expected some integers up to {MAX_STEPS}, got {steps!r}")
+                raise ValueError(
+                    f"offsets of {name!r}: expected at least one integer, of at most {MAX_STEPS}, got {steps!r}"
+                )
         object.__setattr__(self, "offsets", offsets)
 
     @property
     def n_range(self) -> tuple[int, int]:
-        """Smallest and largest n of the n-step return."""
+        """Smallest and largest number of steps of the n-step return; ``(1, 1)`` if there is none."""
         if isinstance(self.n_step, tuple):
             return self.n_step
         n = 1 if self.n_step is None else self.n_step
@@ -131,13 +192,13 @@ class Windows:
 
     @property
     def stacks(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """The offsets, as pairs."""
+        """``offsets`` as pairs of a field and its offsets."""
         assert isinstance(self.offsets, tuple)
         return self.offsets
 
     @property
     def size(self) -> int:
-        """Steps in a window, all parts together."""
+        """Number of steps in a window, burn-in and bootstrap included."""
         return self.burn_in + self.length + self.bootstrap
 
     @property
@@ -147,38 +208,38 @@ class Windows:
 
     @property
     def needs_next(self) -> bool:
-        """Whether a learning step must have a successor to learn from."""
+        """Whether a step needs a successor to be learned from."""
         return bool(self.next_fields) or self.n_step is not None
 
     @property
     def is_inside(self) -> bool:
-        """Whether every step of every window exists, so that nothing needs padding."""
+        """Whether every step of every window exists, so that nothing is padded."""
         return self.boundary == "strict" and (self.strict_context or not (self.burn_in or self.bootstrap))
 
     @property
     def lead(self) -> int:
-        """Steps that must exist before a start."""
+        """Number of steps that must exist before a window's start."""
         return self.burn_in * self.stride if self.strict_context else 0
 
     def n_starts(self, n: A) -> A:
-        """How many starts an episode of ``n`` usable steps has, elementwise."""
+        """Return how many windows start in an episode of ``n`` usable steps, elementwise."""
         if self.boundary == "strict":
-            outside = (self.burn_in + self.bootstrap) * self.stride if self.strict_context else 0
-            return (n - (self.reach + outside)).clip(0)
+            context = (self.burn_in + self.bootstrap) * self.stride if self.strict_context else 0
+            return (n - (self.reach + context)).clip(0)
         if self.boundary == "short":
             whole: A = (n - self.reach).clip(1) * (n > 0)
             return whole
         if self.boundary == "pad_both":
             both: A = n + (self.length - 1) * n.clip(max=self.stride)
             return both
-        return n  # cross: as far as the environment's experience goes on
+        return n  # for "cross" an upper bound: `WindowStarts` takes away the starts at the end of a chain
 
     def start(self, offset: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-        """The position of an episode's start number ``offset``."""
+        """Return the position where window number ``offset`` of an episode of ``n`` usable steps starts."""
         if self.boundary == "pad_left":
             return offset - self.reach
         if self.boundary == "pad_both":
-            # Starts before the episode come in groups of a stride; of each, only those that meet a step.
+            # Starts before the episode come in groups of a stride. Of each group, only those count that hit a step.
             group = n.clip(max=self.stride)
             n_before = (self.length - 1) * group
             before = offset.div(group, rounding_mode="floor") * self.stride + offset % group - self.reach
@@ -186,27 +247,33 @@ class Windows:
         return offset + self.lead
 
 
-def usable_steps(lengths: A, flags: A, spec: Windows, reward_with_observation: bool) -> A:
-    """Steps that a window may learn from: all, or those that have a successor where the window asks for it.
+def usable_steps(lengths: A, flags: A, windows: Windows, reward_with_observation: bool) -> A:
+    """Return how many steps of episodes a window may learn from: all, or those with a successor if it needs one.
 
-    The last step of a terminated episode needs no successor; that of an episode which was truncated or cut without
-    a final row, or is still open, has none to bootstrap from. Rewards that arrive with the next observation are
-    lost with it, also at termination.
+    The last step of a terminated episode needs no successor. The last step of an episode that is open, or that was
+    truncated or cut without a final row, has nothing to bootstrap from. Rewards that arrive with the next
+    observation are lost if that was not recorded, also at termination.
+
+    Args:
+        lengths: By episode: its steps.
+        flags: By episode: its flags in the index.
+        windows: The kind of window.
+        reward_with_observation: Whether the reward of a step's action is stored with the next observation.
     """
-    if not spec.needs_next:
+    if not windows.needs_next:
         return lengths
-    good = HAS_FINAL if reward_with_observation else HAS_FINAL | TERMINATED
-    usable: A = lengths - 1 + ((flags & good) != 0)
+    leads_on = HAS_FINAL if reward_with_observation else HAS_FINAL | TERMINATED
+    usable: A = lengths - 1 + ((flags & leads_on) != 0)
     return usable
 
 
-def relative(spec: Windows, device: torch.device) -> torch.Tensor:
-    """Positions of a window's steps relative to its start."""
-    return torch.arange(-spec.burn_in, spec.length + spec.bootstrap, device=device) * spec.stride
+def relative_positions(windows: Windows, device: torch.device) -> torch.Tensor:
+    """Return the positions of a window's steps relative to its start."""
+    return torch.arange(-windows.burn_in, windows.length + windows.bootstrap, device=device) * windows.stride
 
 
-def starts_before(spec: Windows, n: int, position: int) -> int:
-    """How many of the starts of an episode of ``n`` usable steps lie before a position."""
-    count = int(spec.n_starts(np.asarray(n)))
-    starts = spec.start(torch.arange(count), torch.tensor(n)) if count else torch.arange(0)
+def starts_before(windows: Windows, n: int, position: int) -> int:
+    """Return how many windows of an episode of ``n`` usable steps start before a position."""
+    count = int(windows.n_starts(np.asarray(n)))
+    starts = windows.start(torch.arange(count), torch.tensor(n)) if count else torch.arange(0)
     return int((starts < position).sum())

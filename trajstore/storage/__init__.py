@@ -1,7 +1,7 @@
-"""Bytes at a URL: the only package that knows fsspec and the file system.
+"""Objects (bytes under a key) at a URL. The only package that imports fsspec.
 
 Keys are relative paths with ``/``. A put is atomic (readers see the old bytes or the new, never a mix)
-and durable when it returns. Storages are safe to share between threads, to fork and to pickle.
+and durable when it returns. Threads may share a storage; it may be forked and pickled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Put, Storage
 from trajstore.storage.local import LocalStorage
 from trajstore.storage.remote import FsspecStorage
 
-# Where one put is one request that replaces an object whole.
+# Protocols for which one put is one request that replaces the whole object.
 _ATOMIC = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 
 __all__ = ["ABSENT", "ANY", "OWN", "UNSEEN", "FsspecStorage", "LocalStorage", "Put", "Storage", "open_storage"]
@@ -26,12 +26,16 @@ __all__ = ["ABSENT", "ANY", "OWN", "UNSEEN", "FsspecStorage", "LocalStorage", "P
 def open_storage(
     url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, *, fsync: bool = True
 ) -> Storage:
-    """The storage at a URL; touches nothing yet.
+    """The storage at a URL. Makes no request and creates no file.
 
     Args:
         url: A path, or an fsspec URL of memory, S3, GCS or Azure.
-        options: What fsspec's filesystem for that URL takes (credentials, endpoints).
+        options: Arguments of fsspec's filesystem for that URL (credentials, endpoints).
         fsync: Whether local puts survive a power cut; without it they survive only a crash of the process.
+
+    Raises:
+        ValueError: Puts at the URL are not known to be atomic.
+        TypeError: ``options`` are given for a local directory.
     """
     text = os.fspath(url)
     protocol, path = fsspec.core.split_protocol(text)

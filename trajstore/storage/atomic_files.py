@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writing files so that a reader, also after a crash, sees a whole file or none."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from pathlib import Path
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Put a text file under its name once all of it is on disk."""
+    """Write a text file and give it its name once all of it is on disk."""
     replace_whole(path, lambda temporary: temporary.write_text(text))
 
 
 def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Put a file under its name once all of it, and the name, are on disk."""
+    """Write a file and give it its name once all of it is on disk; the name is on disk when this returns.
+
+    Args:
+        path: The file; an existing one is replaced.
+        write: Writes the file at the path it is called with.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         write(temporary)
@@ -25,9 +30,14 @@ def replace_whole(path: Path, write: Callable[[Path], object]) -> None:
     sync_file(path.parent)
 
 
-def sync_file(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+def sync_file(path: str | Path, flags: int = 0) -> None:
+    """Wait until a file, or the names in a directory, are on disk.
+
+    Args:
+        path: The file or directory.
+        flags: Further flags to open it with.
+    """
+    descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,4 +1,4 @@
-"""What every storage does, whatever is behind it."""
+"""The interface of all storages, and what they share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from trajstore.errors import StorageError
 
 T = TypeVar("T")
 
-ANY: Final = "*any*"  # put whatever is there
-ABSENT: Final = "*absent*"  # put only where nothing is
-UNSEEN: Final = "*unseen*"  # put where nothing is or our own same bytes; nobody looks yet, so it need not be atomic
-OWN: Final = "*own*"  # put where nothing is or our own bytes of an earlier try, which somebody may be looking at
+# What a put expects to find under its key.
+ANY: Final = "*any*"  # anything: replace it
+ABSENT: Final = "*absent*"  # nothing: else refuse
+UNSEEN: Final = "*unseen*"  # nothing, or the same bytes; no reader looks yet, so the put need not be atomic
+OWN: Final = "*own*"  # nothing, or our own bytes of an earlier try, which a reader may be reading
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """One object of a wave: made when its turn comes, so that few encoded objects exist at a time."""
+    """One object of a wave. ``make`` is called when its turn comes, so that few encoded objects exist at a time."""
 
     key: str
     make: Callable[[], bytes]
@@ -30,12 +31,12 @@ class Put:
 
 
 class Storage:
-    """What every backend offers; `open_storage` chooses the backend by URL.
+    """Base class of all backends; `open_storage` chooses the backend by URL.
 
     Attributes:
         display: The URL without credentials, for messages.
-        n_threads: How many calls `map` makes at a time.
-        is_remote: Whether a read is a request over the network, rather than a look into this machine's memory.
+        n_threads: The most calls that `map` makes at a time.
+        is_remote: Whether a read is a request over the network.
     """
 
     display: str
@@ -49,17 +50,23 @@ class Storage:
         _alive.add(self)
 
     def get(self, key: str) -> bytes:
-        """The object's bytes; FileNotFoundError where there is none."""
+        """The object's bytes.
+
+        Raises:
+            FileNotFoundError: It does not exist.
+        """
         raise NotImplementedError
 
     def get_into(self, key: str, buffer: bytearray) -> memoryview:
-        """The object's bytes; read into ``buffer`` (made longer if need be) where the backend can."""
+        """The object's bytes, read into ``buffer`` (which grows if it is too short) if the backend can do that."""
         return memoryview(self.get(key))
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes ``[start, stop)`` of an object."""
         raise NotImplementedError
 
     def size(self, key: str) -> int:
+        """The size of an object in bytes, never from a cache."""
         raise NotImplementedError
 
     def put(self, key: str, data: bytes, expect: str = ANY) -> str:
@@ -71,13 +78,13 @@ class Storage:
             expect: `ANY`, `ABSENT`, `UNSEEN`, `OWN`, or the version that the last put returned.
 
         Raises:
-            FileExistsError: ``expect`` is `ABSENT` and something else is there.
-            ConflictError: ``expect`` is a version and something else is there.
+            FileExistsError: ``expect`` is `ABSENT` and the object exists with other bytes.
+            ConflictError: ``expect`` is a version and the object has another one.
         """
         raise NotImplementedError
 
     def put_once(self, key: str, data: bytes) -> bool:
-        """Put an object where there is none; False if there is one."""
+        """Put an object unless it exists; return whether it was put."""
         try:
             self.put(key, data, ABSENT)
         except FileExistsError:
@@ -85,62 +92,68 @@ class Storage:
         return True
 
     def list_names(self, prefix: str) -> list[str]:
-        """Names directly below a prefix, never from a cache; empty where there are none."""
+        """Names directly below a prefix, sorted, never from a cache; empty if there are none."""
         raise NotImplementedError
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects; those already gone are fine."""
+        """Remove objects; those that do not exist are ignored."""
         raise NotImplementedError
 
     def list_tree(self, prefix: str) -> list[str]:
-        """Keys of all objects below a prefix, in order, never from a cache; empty where there are none."""
+        """Keys of all objects below a prefix, sorted, never from a cache; empty if there are none."""
         return sorted(self.tree_sizes(prefix))
 
     def tree_sizes(self, prefix: str) -> dict[str, int]:
-        """Sizes of all objects below a prefix, by key, never from a cache; what goes away meanwhile is left out."""
+        """Sizes of all objects below a prefix, by key, never from a cache.
+
+        Objects that are removed during the call are left out.
+        """
         raise NotImplementedError
 
     def remove_tree(self, prefix: str) -> None:
-        """Remove all objects below a prefix; that there are none is fine.
+        """Remove all objects below a prefix, if there are any.
 
-        Its ``zarr.json`` goes before all others, so whoever still finds it finds the others too.
+        Its ``zarr.json`` is removed first, so a reader that still finds it finds the others too.
         """
         check_tree(prefix)
         self.delete([f"{prefix}/zarr.json"])
         self.delete(self.list_tree(prefix))
 
     def copy(self, source_key: str, other: Storage, key: str, *, may_link: bool = False) -> None:
-        """Copy an object into another storage, or to another place in this one; see `copy_many`."""
+        """Copy an object to another storage, or to another key of this one; see `copy_many`."""
         self.copy_many([(source_key, key)], other, may_link=may_link)
 
     def copy_many(self, keys: Sequence[tuple[str, str]], other: Storage, *, may_link: bool = False) -> None:
-        """Copy many objects in one concurrent wave; durable when it returns. What is there is replaced.
+        """Copy many objects in one concurrent wave; durable when it returns. Existing objects are replaced.
 
-        Where both storages are one service, it makes the copies itself.
+        If both storages are the same service, the service makes the copies itself.
 
         Args:
-            keys: Pairs of where an object is, and what to call it in the other storage.
-            other: Where to; may be this one.
-            may_link: Whether the copies may share their bytes with the objects, in a local file system. Only for
+            keys: Pairs of an object's key here and its key in the other storage.
+            other: The storage to copy to; may be this one.
+            may_link: Whether copies in a local file system may share their bytes with the originals. Only for
                 objects that never change.
 
         Raises:
-            FileNotFoundError: An object is not there.
+            FileNotFoundError: An object does not exist.
         """
         other.put_many([Put(key, lambda source=source: self.get(source)) for source, key in keys])  # type: ignore[misc]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
-        """Many objects in one concurrent wave."""
+        """Get many objects in one concurrent wave."""
         return self.map(self.get, keys)
 
     def put_many(self, puts: Iterable[Put]) -> dict[str, str]:
-        """Many objects in one concurrent wave; durable when it returns. Returns their versions."""
+        """Put many objects in one concurrent wave; durable when it returns. Returns their versions by key."""
         wave = list(puts)
         versions = self.map(lambda p: self.put(p.key, p.make(), p.expect), wave)
         return {p.key: version for p, version in zip(wave, versions, strict=True)}
 
     def map(self, function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
-        """Apply in threads, in order; the first error is raised once all have ended."""
+        """Call a function with each item, in threads; the results are in order.
+
+        If calls fail, the first error is raised after all calls have ended.
+        """
         if len(items) <= 1:
             return [function(item) for item in items]
         futures = [self._threads().submit(function, item) for item in items]
@@ -165,25 +178,35 @@ _alive: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for storage in list(_alive):
-        storage._lock = threading.Lock()  # whoever held it is not here to release it
+        storage._lock = threading.Lock()  # the thread that held it does not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def check_key(key: str) -> None:
+    """Refuse a key that names something outside the store.
+
+    Raises:
+        ValueError: It does.
+    """
     if ".." in key.split("/") or key.startswith("/"):
         raise ValueError(f"key {key!r} leaves the store")
 
 
 def check_tree(prefix: str) -> None:
+    """Refuse a prefix that is the whole store, or outside it.
+
+    Raises:
+        ValueError: It is.
+    """
     check_key(prefix)
     if not prefix.strip("/."):
         raise ValueError(f"prefix {prefix!r}: expected a part of the store, not all of it")
 
 
-def failed(action: str, where: str, error: BaseException, secrets: Iterable[str] = ()) -> StorageError:
-    """Wrap a backend's error, without the credentials it may quote."""
+def storage_error(action: str, where: str, error: BaseException, secrets: Iterable[str] = ()) -> StorageError:
+    """A StorageError for a backend's error, without the credentials that the backend's message may quote."""
     reason = f"{type(error).__name__}: {error}"
     leaked = False
     for secret in secrets:

@@ -1,4 +1,4 @@
-"""A directory: puts are made atomic and durable with temporary files, fsync and rename."""
+"""Storage in a local directory: temporary files, fsync and rename make puts atomic and durable."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.errors import StorageError
-from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage, check_key, check_tree, failed
+from trajstore.storage.atomic_files import sync_file
+from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage, check_key, check_tree, storage_error
 
 _N_THREADS = 4
 _SCRATCH = "scratch"
-# Another device, a file system without links, a file with too many, or one that its owner guards.
+# Errors of os.link: another device, a file system without links, too many links, or a protected file.
 _NO_LINKS = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 )
-# The directory of an array node is invisible to whoever walks the hierarchy, so temporary files go there.
+# Zarr readers that walk the hierarchy do not look into the directory of an array, so temporary files go there.
 _SCRATCH_NODE = (
     b'{"zarr_format":3,"node_type":"array","shape":[0],"data_type":"uint8",'
     b'"chunk_grid":{"name":"regular","configuration":{"chunk_shape":[1]}},'
@@ -32,20 +33,20 @@ _SCRATCH_NODE = (
 
 
 class LocalStorage(Storage):
-    """A directory. Puts go through a temporary file, fsync and rename, so they are all or nothing."""
+    """A directory. A put writes a temporary file, syncs and renames it, so it happens as a whole or not at all."""
 
     n_threads = _N_THREADS
 
     def __init__(self, root: Path, *, fsync: bool) -> None:
         super().__init__()
         self._root = root
-        self._fsync_on = fsync
-        self._scratch_ready = 0  # process id that made sure of the scratch directory
-        self._counter = 0
+        self._fsync = fsync
+        self._scratch_ready = 0  # id of the process that has checked that the scratch directory exists
+        self._n_temporary = 0
         self.display = str(root)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (str(self._root), self._fsync_on)
+        return _reopen, (str(self._root), self._fsync)
 
     def get(self, key: str) -> bytes:
         with self._translated("read", key), open(self._path(key), "rb", buffering=0) as file:
@@ -83,7 +84,7 @@ class LocalStorage(Storage):
         wave = list(puts)
 
         def publish(put: Put) -> set[str]:
-            data = put.make()  # its errors are not ours to translate
+            data = put.make()  # outside _translated: its errors are not storage errors
             with self._translated("write", put.key):
                 return self._publish(put.key, data, put.expect)
 
@@ -115,16 +116,16 @@ class LocalStorage(Storage):
         return sizes
 
     def remove_tree(self, prefix: str) -> None:
-        """Remove a directory at once, by renaming it into ``scratch``, where its files are then deleted."""
+        """Remove a directory in one step, by renaming it into ``scratch``; then delete its files there."""
         check_tree(prefix)
         path = self._path(prefix)
         if not path.is_dir():
             return
         with self._translated("delete", prefix):
-            aside = self._scratch() / self._unique()
+            aside = self._scratch() / self._temporary_name()
             try:
                 os.rename(path, aside)
-            except FileNotFoundError:  # somebody else was faster
+            except FileNotFoundError:  # another process removed it first
                 return
             self._sync_directories({str(path.parent)})
             shutil.rmtree(aside)
@@ -138,8 +139,8 @@ class LocalStorage(Storage):
         return super().copy_many([pair for pair, found in zip(keys, linked, strict=True) if found is None], other)
 
     def _link(self, source_key: str, other: LocalStorage, key: str) -> set[str] | None:
-        """Give a file a second name; the directories that need syncing, None where the file systems can't."""
-        temporary = other._scratch() / other._unique()
+        """Give a file a second name; return the directories to sync, or None if the file systems can't link."""
+        temporary = other._scratch() / other._temporary_name()
         with self._translated("read", source_key):
             try:
                 os.link(self._path(source_key), temporary)
@@ -152,7 +153,7 @@ class LocalStorage(Storage):
                 other._sync_file(temporary)
                 return other._publish_file(temporary, other._path(key), ANY)
             finally:
-                # To rename one name of a file to another name of the same file does nothing.
+                # Renaming one name of a file to another name of the same file does nothing.
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
 
@@ -161,13 +162,13 @@ class LocalStorage(Storage):
         return self._root / key
 
     def _publish(self, key: str, data: bytes, expect: str) -> set[str]:
-        """Write, sync and rename; return the directories whose entries still need syncing."""
+        """Write, sync and rename a file; return the directories to sync."""
         target = self._path(key)
         if expect == UNSEEN and target.parent.exists():
-            # Most objects are new chunks: a temporary file and a rename cost as much as the write.
+            # Most objects are new chunks, for which a temporary file and a rename cost as much as the write.
             self._write_file(target, data, os.O_TRUNC)
             return {str(target.parent)}
-        temporary = self._scratch() / self._unique()
+        temporary = self._scratch() / self._temporary_name()
         try:
             self._write_file(temporary, data)
             return self._publish_file(temporary, target, expect)
@@ -177,12 +178,13 @@ class LocalStorage(Storage):
             raise
 
     def _publish_file(self, temporary: Path, target: Path, expect: str) -> set[str]:
+        """Give a temporary file its name; return the directories to sync."""
         while True:
             try:
                 _link_or_rename(temporary, target, expect)
                 return {str(target.parent)}
             except FileExistsError:
-                # Perhaps of our own first try, whose directories are not synced yet.
+                # Our own first try may have made it, and its directories may not be synced yet.
                 self._sync_directories({str(target.parent), str(target.parent.parent)})
                 raise
             except FileNotFoundError:
@@ -190,60 +192,54 @@ class LocalStorage(Storage):
                     return made
 
     def _publish_with_parents(self, temporary: Path, target: Path) -> set[str]:
-        """Make the missing directories and the file appear at once, by renaming a whole directory.
+        """Make the missing directories and the file appear in one step, by renaming a whole directory.
 
-        A directory without its ``zarr.json``, if only for an instant, is one that a walker warns about
-        and that a crash would leave for ever. Returns nothing when somebody else made it first.
+        Zarr readers warn about a directory without ``zarr.json``, and a crash would leave it for ever. Returns the
+        directories to sync; none if another process made the directory first.
         """
         top = target.parent
         while not top.parent.exists():
             top = top.parent
-        base = self._scratch() / self._unique()
-        inside = base / target.relative_to(top)
+        base = self._scratch() / self._temporary_name()
+        new_file = base / target.relative_to(top)
         try:
-            os.makedirs(inside.parent)
-            os.rename(temporary, inside)
-            self._sync_directories({str(d) for d in (inside.parent, *inside.parents) if base in (d, *d.parents)})
+            os.makedirs(new_file.parent)
+            os.rename(temporary, new_file)
+            self._sync_directories(
+                {str(d) for d in (new_file.parent, *new_file.parents) if base in (d, *d.parents)}
+            )
             os.rename(base, top)
         except OSError as error:
             with contextlib.suppress(FileNotFoundError):
-                os.rename(inside, temporary)
+                os.rename(new_file, temporary)
             shutil.rmtree(base, ignore_errors=True)
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 return set()
             raise
         return {str(top.parent)}
 
-    def _write_file(self, path: Path, data: bytes, how: int = os.O_EXCL) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how, 0o666)
+    def _write_file(self, path: Path, data: bytes, flags: int = os.O_EXCL) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
         try:
             view = memoryview(data)
             while view:
                 view = view[os.write(descriptor, view) :]
-            if self._fsync_on:
+            if self._fsync:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
     def _sync_file(self, path: Path) -> None:
-        if self._fsync_on:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        if self._fsync:
+            sync_file(path)
 
     def _sync_directories(self, paths: set[str]) -> None:
-        if not self._fsync_on:
-            return
-        for path in sorted(paths):
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        if self._fsync:
+            for path in sorted(paths):
+                sync_file(path, getattr(os, "O_DIRECTORY", 0))
 
     def _scratch(self) -> Path:
+        """The directory for temporary files, made if it does not exist."""
         scratch = self._root / _SCRATCH
         if self._scratch_ready != os.getpid():
             missing = [d for d in (self._root, *self._root.parents) if not d.exists()]
@@ -251,20 +247,21 @@ class LocalStorage(Storage):
             self._sync_directories({str(d.parent) for d in missing})
             node = scratch / "zarr.json"
             if not node.exists():
-                temporary = scratch / self._unique()
+                temporary = scratch / self._temporary_name()
                 self._write_file(temporary, _SCRATCH_NODE)
                 os.replace(temporary, node)
                 self._sync_directories({str(scratch)})  # else a power cut may leave a directory without metadata
             self._scratch_ready = os.getpid()
         return scratch
 
-    def _unique(self) -> str:
+    def _temporary_name(self) -> str:
         with self._lock:
-            self._counter += 1
-            return f"{os.getpid()}-{threading.get_ident()}-{time.time_ns()}-{self._counter}.tmp"
+            self._n_temporary += 1
+            return f"{os.getpid()}-{threading.get_ident()}-{time.time_ns()}-{self._n_temporary}.tmp"
 
     @contextlib.contextmanager
     def _translated(self, action: str, key: str) -> Iterator[None]:
+        """Turn errors of the file system into StorageError; on reads, a missing file into FileNotFoundError."""
         try:
             yield
         except (FileExistsError, StorageError):
@@ -273,7 +270,7 @@ class LocalStorage(Storage):
             if isinstance(error, (FileNotFoundError, NotADirectoryError)) and action == "read":
                 # The caller decides what a missing object means.
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self.display}/{key}") from error
-            raise failed(action, f"{self.display}/{key}", error) from error
+            raise storage_error(action, f"{self.display}/{key}", error) from error
 
 
 def _read_all(file: Any) -> bytes:

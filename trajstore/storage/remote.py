@@ -1,4 +1,4 @@
-"""Any fsspec filesystem that is not a directory: one put is one request, atomic by itself."""
+"""Storage in memory or at a cloud service, through fsspec: one put is one request, which is atomic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import fsspec.core
 
 from trajstore.errors import ConflictError, MissingExtraError, StorageError
-from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Storage, check_key, failed
+from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Storage, check_key, storage_error
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ _EXTRAS = {
     "abfss": "azure",
 }
 
-_COPIES_ITSELF = frozenset({"memory", "s3", "gs"})  # Azure answers before it has copied
+_COPIES_ITSELF = frozenset({"memory", "s3", "gs"})  # not Azure, which answers before the copy is made
 
-_memory_lock = threading.Lock()  # fsspec's in-memory "create" looks first and writes then
+_memory_lock = threading.Lock()  # fsspec's in-memory "create" checks and writes in two steps
 
 
 def _after_fork() -> None:
@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class FsspecStorage(Storage):
-    """Any other fsspec filesystem: memory, S3, GCS, Azure. One put is one request, atomic by itself."""
+    """An fsspec filesystem: memory, S3, GCS or Azure. One put is one atomic request."""
 
     n_threads = _N_THREADS
 
@@ -67,7 +67,7 @@ class FsspecStorage(Storage):
 
     @property
     def _fs(self) -> Any:
-        # An async filesystem does not survive a fork: its event loop thread is gone. Make it anew.
+        # An async filesystem does not survive a fork: its event loop thread is missing in the child.
         with self._lock:
             if self._fs_pid != os.getpid():
                 self._filesystem, self._path_root = self._connect()
@@ -77,7 +77,7 @@ class FsspecStorage(Storage):
     def _connect(self) -> tuple[Any, str]:
         try:
             defaults: dict[str, Any] = {"use_listings_cache": False}
-            if self._url.startswith(("s3:", "s3a:")):  # by default a wave would go ten by ten
+            if self._url.startswith(("s3:", "s3a:")):  # the default allows ten requests at a time
                 defaults["config_kwargs"] = {"max_pool_connections": _N_CONNECTIONS}
             filesystem, path = fsspec.core.url_to_fs(self._url, **(defaults | self._options))
         except ImportError as error:
@@ -85,7 +85,7 @@ class FsspecStorage(Storage):
             hint = f"pip install 'trajstore[{extra}]'" if extra else str(error)
             raise MissingExtraError(f"{self.display} needs a package that is not installed: {hint}") from error
         except ValueError as error:
-            raise failed("open", self.display, error, self._secrets) from None
+            raise storage_error("open", self.display, error, self._secrets) from None
         return filesystem, str(path).rstrip("/")
 
     def _path(self, key: str) -> str:
@@ -93,7 +93,9 @@ class FsspecStorage(Storage):
         return f"{self._path_root}/{key}" if key else self._path_root
 
     def get(self, key: str) -> bytes:
-        return bytes(self._retried("read", key, lambda: self._fs.cat_file(self._path(key), **self._whole())))
+        return bytes(
+            self._retried("read", key, lambda: self._fs.cat_file(self._path(key), **self._in_one_request()))
+        )
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         if start == stop:
@@ -107,11 +109,11 @@ class FsspecStorage(Storage):
         if len(keys) <= 1 or not getattr(self._fs, "async_impl", False):
             return super().get_many(keys)
         paths = [self._path(key) for key in keys]
-        nothing = [None] * len(paths)
+        whole = [None] * len(paths)
         found = self._fs.cat_ranges(
-            paths, nothing, nothing, batch_size=_N_CONNECTIONS, on_error="return", **self._whole()
+            paths, whole, whole, batch_size=_N_CONNECTIONS, on_error="return", **self._in_one_request()
         )
-        # One wave for all; whatever failed is asked again, with patience and a proper error.
+        # One wave for all; objects that failed are read again one by one, with retries and a proper error.
         return [d if isinstance(d, bytes) else self.get(k) for k, d in zip(keys, found, strict=True)]
 
     def list_names(self, prefix: str) -> list[str]:
@@ -139,7 +141,7 @@ class FsspecStorage(Storage):
         return self._retried("list", prefix, sizes)
 
     def copy_many(self, keys: Sequence[tuple[str, str]], other: Storage, *, may_link: bool = False) -> None:
-        if not isinstance(other, FsspecStorage) or not self._is_one_service_with(other):
+        if not isinstance(other, FsspecStorage) or not self._is_same_service(other):
             return super().copy_many(keys, other)
 
         def copy(pair: tuple[str, str]) -> None:
@@ -150,8 +152,8 @@ class FsspecStorage(Storage):
         self.map(copy, keys)
         return None
 
-    def _is_one_service_with(self, other: FsspecStorage) -> bool:
-        """Whether the service copies objects between the two by itself, whole when it answers."""
+    def _is_same_service(self, other: FsspecStorage) -> bool:
+        """Whether the service itself can copy objects between the two storages, complete when it answers."""
         mine, theirs = self._fs, other._fs
         is_same = type(mine) is type(theirs) and mine.storage_options == theirs.storage_options
         return is_same and not _COPIES_ITSELF.isdisjoint(self._protocols())
@@ -164,7 +166,7 @@ class FsspecStorage(Storage):
         self.map(lambda key: self._retried("delete", key, lambda: remove(key)), list(keys))
 
     def put(self, key: str, data: bytes, expect: str = ANY) -> str:
-        """One request; asked again with the same bytes until the server answers."""
+        """One request, repeated with the same bytes until the server answers."""
         return self._retried("write", key, lambda: self._put_once(key, data, expect))
 
     def _put_once(self, key: str, data: bytes, expect: str) -> str:
@@ -182,7 +184,7 @@ class FsspecStorage(Storage):
             if not is_gone and not _is_refused_condition(error):
                 raise
             conflict: OSError = ConflictError(
-                f"{self.display}/{key} was written by somebody else; a stream has one writer, ever"
+                f"{self.display}/{key} was written by another process; a stream has only one writer"
             )
             if expect == ABSENT:
                 conflict = FileExistsError(f"{self.display}/{key}")
@@ -192,13 +194,16 @@ class FsspecStorage(Storage):
     def _pipe(self, path: str, data: bytes, mode: str, kwargs: dict[str, Any]) -> Any:
         if getattr(self._fs, "async_impl", False):
             if self._compares_versions():
-                kwargs["chunksize"] = max(50 << 20, len(data))  # one request, whatever its size
+                kwargs["chunksize"] = max(50 << 20, len(data))  # one request for any size
             return self._fs.pipe_file(path, data, mode=mode, **kwargs)
         with _memory_lock:
             return self._fs.pipe_file(path, data, mode=mode)
 
     def _resolve_lost_answer(self, key: str, data: bytes, conflict: OSError) -> str:
-        """The server says no: either somebody else wrote, or our own earlier try went through unheard."""
+        """The version after a refused put, if our own earlier try succeeded and only its answer was lost.
+
+        Otherwise another process wrote the object, and ``conflict`` is raised.
+        """
         try:
             is_ours = self.get(key) == data
         except FileNotFoundError:
@@ -210,8 +215,8 @@ class FsspecStorage(Storage):
         info = self._fs.info(self._path(key), refresh=True)
         return str(info["ETag"]) if "ETag" in info else ANY
 
-    def _whole(self) -> dict[str, int]:
-        # s3fs would ask for the size first and split what is large, which may mix two versions.
+    def _in_one_request(self) -> dict[str, int]:
+        # Else s3fs asks for the size first and splits large objects, which may mix two versions.
         return {"max_concurrency": 1} if self._compares_versions() else {}
 
     def _compares_versions(self) -> bool:
@@ -222,7 +227,7 @@ class FsspecStorage(Storage):
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
     def _retried(self, action: str, key: str, call: Callable[[], T]) -> T:
-        """Call again after passing faults; certain answers are final at once."""
+        """Call again after temporary faults; definite answers are raised at once."""
         check_key(key)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -232,16 +237,18 @@ class FsspecStorage(Storage):
             except Exception as error:
                 if isinstance(error, FileNotFoundError) and action in ("read", "copy"):
                     raise
-                failure = failed(action, f"{self.display}/{key}", error, self._secrets)
+                failure = storage_error(action, f"{self.display}/{key}", error, self._secrets)
                 if attempt == _ATTEMPTS or isinstance(error, (PermissionError, FileNotFoundError)):
                     break
-                _log.warning("%s %s/%s failed, trying again: %s", action, self.display, key, type(error).__name__)
+                _log.warning(
+                    "%s %s/%s failed, will be retried: %s", action, self.display, key, type(error).__name__
+                )
             time.sleep(0.05 * 2**attempt)
-        raise failure  # outside the handler: what it came from may quote credentials
+        raise failure  # outside the handler: the original error may quote credentials
 
 
 def _is_refused_condition(error: BaseException) -> bool:
-    """Whether a server refused a conditional put, by the code of its answer; its words differ."""
+    """Whether a server refused a conditional put, by the code of its answer; messages differ between servers."""
     cause: BaseException | None = error
     while cause is not None:
         response = getattr(cause, "response", None)

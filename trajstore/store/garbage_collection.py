@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from trajstore.errors import ClosedError, SnapshotExpiredError
+from trajstore.format.argument_checks import check_stream_ids
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
-from trajstore.format.ids import check_stream_ids
 from trajstore.format.marks import Marks, newest_world
 from trajstore.storage import Storage
 from trajstore.writing.stream_appender import remove_stream

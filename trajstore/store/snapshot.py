@@ -85,7 +85,7 @@ class Snapshot:
         if missing := [name for name in extents if name not in records]:
             raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
         try:
-            ended = {name: extent.of(records[name]) for name, extent in extents.items()}
+            ended = {name: extent.truncate(records[name]) for name, extent in extents.items()}
         except CorruptionError as error:
             raise CorruptionError(f"{where}: {error}") from error
         streams = {name: _Stream(StreamReader(storage, record)) for name, record in ended.items()}
@@ -175,7 +175,7 @@ class Snapshot:
             episodes = tuple(sorted(discarded.get(r.shown_as, ())))
             extent = StreamExtent(min(live[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
             if extent.first < extent.stop:
-                extents[r.id] = replace(extent, record=extent.of(r)) if r.is_sealed else extent
+                extents[r.id] = replace(extent, record=extent.truncate(r)) if r.is_sealed else extent
         return extents
 
     def __getstate__(self) -> dict[str, Any]:

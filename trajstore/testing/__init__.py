@@ -1,4 +1,9 @@
-"""For tests of code that uses or extends trajstore: data strategies, a model, a backend conformance suite.
+"""Tools for tests of code that uses or extends trajstore.
 
-Needs the ``testing`` extra (hypothesis, pytest). Nothing in the library imports it.
+- `trajstore.testing.strategies`: hypothesis strategies for schemas and for data that fit them.
+- `trajstore.testing.model`: an in-memory model of a store, to compare a real store with.
+- `trajstore.testing.conformance`: a test class that checks a storage backend.
+
+They need the ``testing`` extra (hypothesis and pytest): ``pip install 'trajstore[testing]'``. Nothing else in
+trajstore imports this package.
 """

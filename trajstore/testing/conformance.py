@@ -1,4 +1,7 @@
-"""What every storage must do, as a test class that the author of a backend subclasses."""
+"""A test class that checks what trajstore needs from a storage backend.
+
+The author of a backend subclasses `StorageConformance` in a test module, and pytest runs the inherited tests.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +24,30 @@ _JOIN_S = 120
 
 
 class StorageConformance:
-    """Subclass it in a test module and give it a ``storage`` fixture; pytest runs what it inherits.
+    """Tests of a storage backend. Subclass it in a test module and define a ``storage`` fixture.
 
-    The fixture returns a fresh, empty `Storage` for every test. A storage whose objects live in one process
-    only sets ``is_per_process``, which leaves out the tests that need a second process to see them.
+    The fixture returns a new, empty `Storage` for every test. The tests put, get, list, copy and delete objects,
+    also from several threads and processes at once.
 
-    >>> class TestMine(StorageConformance):
-    ...     @pytest.fixture
-    ...     def storage(self, tmp_path):
-    ...         return open_storage(tmp_path / "store")
+    Example:
+        >>> class TestMyStorage(StorageConformance):
+        ...     @pytest.fixture
+        ...     def storage(self, tmp_path):
+        ...         return open_storage(tmp_path / "store")
+
+    Attributes:
+        is_per_process: Set it to True if the objects exist in one process only, as in memory. The tests that need
+            a second process are then skipped.
     """
 
     is_per_process: bool = False
 
     @pytest.fixture
     def storage(self) -> Storage:
-        raise NotImplementedError("give the subclass a 'storage' fixture")
+        raise NotImplementedError("define a 'storage' fixture in the subclass")
 
     def reopen(self, storage: Storage) -> Storage:
-        """A second storage object at the same URL, as another process would get it."""
+        """Return a second storage object at the same URL, as another process would get it (by pickling)."""
         copy: Storage = ForkingPickler.loads(bytes(ForkingPickler.dumps(storage)))
         return copy
 
@@ -47,7 +55,7 @@ class StorageConformance:
 
     @pytest.mark.parametrize("n_bytes", [0, 1, 5 * _MEGABYTE])
     def test_get_returns_exactly_what_was_put(self, storage: Storage, n_bytes: int) -> None:
-        data = _noise(n_bytes)
+        data = _make_bytes(n_bytes)
         storage.put("a/object", data)
         assert storage.get("a/object") == data
 
@@ -63,16 +71,16 @@ class StorageConformance:
 
     @pytest.mark.parametrize(("start", "stop"), [(0, 1000), (3, 10), (999, 1000), (990, 5000)])
     def test_a_range_holds_the_bytes_from_start_to_stop(self, storage: Storage, start: int, stop: int) -> None:
-        data = _noise(1000)
+        data = _make_bytes(1000)
         storage.put("key", data)
         assert storage.get_range("key", start, stop) == data[start:stop]
 
     @pytest.mark.parametrize("n_bytes", [0, 1, 12_345])
     def test_size_counts_the_bytes(self, storage: Storage, n_bytes: int) -> None:
-        storage.put("key", _noise(n_bytes))
+        storage.put("key", _make_bytes(n_bytes))
         assert storage.size("key") == n_bytes
 
-    def test_size_follows_a_put_by_somebody_else(self, storage: Storage) -> None:
+    def test_size_follows_a_put_by_another_storage_object(self, storage: Storage) -> None:
         storage.put("key", b"one")
         assert storage.size("key") == 3
         self.reopen(storage).put("key", b"three")
@@ -86,7 +94,7 @@ class StorageConformance:
         with pytest.raises(FileNotFoundError):
             storage.get("a/gone")
 
-    def test_deleting_what_is_gone_is_fine(self, storage: Storage) -> None:
+    def test_deleting_a_missing_object_does_nothing(self, storage: Storage) -> None:
         storage.put("key", b"1")
         storage.delete(["key", "never"])
         storage.delete(["key", "never"])
@@ -191,14 +199,14 @@ class StorageConformance:
     # ---- copies ------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("may_link", [False, True])
-    def test_a_copy_holds_the_same_bytes_and_replaces_what_was_there(
+    def test_a_copy_holds_the_same_bytes_and_replaces_an_existing_object(
         self, storage: Storage, may_link: bool
     ) -> None:
-        storage.put("a/x", _noise(100_000))
+        storage.put("a/x", _make_bytes(100_000))
         storage.put("b/old", b"old")
         for key in ("b/y", "b/y", "b/old", "new/directories/z"):
             storage.copy("a/x", self.reopen(storage), key, may_link=may_link)
-            assert storage.get(key) == _noise(100_000)
+            assert storage.get(key) == _make_bytes(100_000)
         assert storage.list_tree("b") == ["b/old", "b/y"]
 
     @pytest.mark.parametrize("may_link", [False, True])
@@ -212,7 +220,7 @@ class StorageConformance:
         assert storage.get("y") == b"second"
 
     @pytest.mark.parametrize("may_link", [False, True])
-    def test_to_copy_what_is_not_there_is_a_file_not_found_error(self, storage: Storage, may_link: bool) -> None:
+    def test_copying_a_missing_object_is_a_file_not_found_error(self, storage: Storage, may_link: bool) -> None:
         storage.put("y", b"1")
         with pytest.raises(FileNotFoundError):
             storage.copy("x", storage, "y", may_link=may_link)
@@ -222,18 +230,18 @@ class StorageConformance:
     def test_a_wave_of_copies_makes_every_object(self, storage: Storage, may_link: bool) -> None:
         wave = [(f"from/{i}", f"to/{i}/x") for i in range(40)]
         for i, (source, _) in enumerate(wave):
-            storage.put(source, _noise(i))
+            storage.put(source, _make_bytes(i))
         storage.copy_many(wave, self.reopen(storage), may_link=may_link)
-        assert storage.get_many([key for _, key in wave]) == [_noise(i) for i in range(40)]
+        assert storage.get_many([key for _, key in wave]) == [_make_bytes(i) for i in range(40)]
         assert set(storage.list_names("")) <= {"from", "to", "scratch"}
 
-    @pytest.mark.parametrize("is_into_ours", [False, True])
+    @pytest.mark.parametrize("is_target", [False, True])
     def test_copies_go_from_and_to_storages_of_another_kind(
-        self, storage: Storage, tmp_path: Path, is_into_ours: bool
+        self, storage: Storage, tmp_path: Path, is_target: bool
     ) -> None:
         directory = open_storage(tmp_path / "another kind")
-        source, target = (directory, storage) if is_into_ours else (storage, directory)
-        wave = {f"k{i}": _noise(1000 + i) for i in range(20)}
+        source, target = (directory, storage) if is_target else (storage, directory)
+        wave = {f"k{i}": _make_bytes(1000 + i) for i in range(20)}
         source.put_many([Put(key, lambda data=data: data) for key, data in wave.items()])  # type: ignore[misc]
         source.copy_many([(key, f"p/{key}") for key in wave], target, may_link=True)
         assert target.get_many([f"p/{key}" for key in wave]) == list(wave.values())
@@ -249,7 +257,7 @@ class StorageConformance:
         storage.put("key", b"three", version)
         assert storage.get("key") == b"three"
 
-    def test_an_exclusive_put_leaves_what_is_there(self, storage: Storage) -> None:
+    def test_an_exclusive_put_leaves_an_existing_object_unchanged(self, storage: Storage) -> None:
         storage.put("key", b"first", ABSENT)
         with pytest.raises(FileExistsError):
             storage.put("key", b"second", ABSENT)
@@ -257,7 +265,7 @@ class StorageConformance:
 
     def test_an_exclusive_put_of_the_same_bytes_again_does_no_harm(self, storage: Storage) -> None:
         storage.put("key", b"same", ABSENT)
-        with contextlib.suppress(FileExistsError):  # a lost answer asked for again: success is right too
+        with contextlib.suppress(FileExistsError):  # a retry after a lost answer may also succeed
             storage.put("key", b"same", ABSENT)
         assert storage.get("key") == b"same"
 
@@ -279,7 +287,7 @@ class StorageConformance:
     # ---- waves -------------------------------------------------------------------------------------
 
     def test_a_wave_of_puts_makes_every_object(self, storage: Storage) -> None:
-        wave = {f"w/{i}/object": _noise(100 + i) for i in range(50)}
+        wave = {f"w/{i}/object": _make_bytes(100 + i) for i in range(50)}
         versions = storage.put_many([Put(key, lambda data=data: data) for key, data in wave.items()])  # type: ignore[misc]
         assert list(versions) == list(wave)
         assert storage.get_many(list(wave)) == list(wave.values())
@@ -289,7 +297,7 @@ class StorageConformance:
         storage.put_many([Put(key, lambda: b"new", version) for key, version in versions.items()])
         assert storage.get_many(list(versions)) == [b"new"] * 3
 
-    def test_an_empty_wave_is_nothing(self, storage: Storage) -> None:
+    def test_an_empty_wave_does_nothing(self, storage: Storage) -> None:
         assert storage.put_many([]) == {}
         assert storage.get_many([]) == []
 
@@ -329,11 +337,11 @@ class StorageConformance:
     def test_a_reader_beside_a_replacing_writer_sees_only_whole_objects(self, storage: Storage) -> None:
         versions = [bytes([i]) * (1 + i * 7919 % 200_000) for i in range(40)]
         storage.put("key", versions[0])
-        is_over = threading.Event()
+        is_stopped = threading.Event()
 
         def read() -> set[bytes]:
             seen = set()
-            while not is_over.is_set():
+            while not is_stopped.is_set():
                 seen.add(storage.get("key"))
             return seen
 
@@ -343,7 +351,7 @@ class StorageConformance:
                 for data in versions:
                     storage.put("key", data)
             finally:
-                is_over.set()
+                is_stopped.set()
             seen = set().union(*(reader.result() for reader in readers))
         assert seen
         assert seen <= set(versions)
@@ -357,63 +365,63 @@ class StorageConformance:
 
     @pytest.mark.parametrize("method", ["fork", "spawn"])
     def test_a_storage_in_use_works_in_a_child_process(self, storage: Storage, method: str) -> None:
-        self._need_processes(method)
-        storage.put_many([Put(f"parent/{i}", lambda: _noise(1000)) for i in range(4)])
+        self._skip_without_processes(method)
+        storage.put_many([Put(f"parent/{i}", lambda: _make_bytes(1000)) for i in range(4)])
         assert storage.list_names("child") == []
-        assert _run(method, _use, storage) == 0
+        assert _run_in_child(method, _copy_parent_objects, storage) == 0
         assert storage.list_names("child") == ["0", "1", "2", "3"]
-        assert storage.get_many([f"child/{i}" for i in range(4)]) == [_noise(1000)] * 4
+        assert storage.get_many([f"child/{i}" for i in range(4)]) == [_make_bytes(1000)] * 4
 
-    def test_a_get_after_a_listing_sees_what_another_process_put_since(self, storage: Storage) -> None:
-        self._need_processes("fork")
+    def test_a_get_after_a_listing_sees_objects_that_another_process_put_later(self, storage: Storage) -> None:
+        self._skip_without_processes("fork")
         storage.put_many([Put(f"parent/{i}", lambda: b"data") for i in range(4)])
         storage.put("child/before", b"data")
         assert storage.list_names("child") == ["before"]
-        assert _run("fork", _use, storage) == 0
+        assert _run_in_child("fork", _copy_parent_objects, storage) == 0
         assert storage.get("child/0") == b"data"
         assert storage.get_many(["child/0", "child/3"]) == [b"data"] * 2
 
     def test_a_child_forked_in_the_middle_of_a_put_can_use_the_storage(self, storage: Storage) -> None:
-        self._need_processes("fork")
+        self._skip_without_processes("fork")
         for i in range(4):
-            storage.put(f"parent/{i}", _noise(1000))
-        is_over = threading.Event()
+            storage.put(f"parent/{i}", _make_bytes(1000))
+        is_stopped = threading.Event()
 
         def write() -> None:
-            while not is_over.is_set():
+            while not is_stopped.is_set():
                 storage.put("busy", b"data")
 
         with ThreadPoolExecutor(2) as threads:
             writers = [threads.submit(write) for _ in range(2)]
             try:
-                codes = [_run("fork", _use, storage) for _ in range(5)]
+                codes = [_run_in_child("fork", _copy_parent_objects, storage) for _ in range(5)]
             finally:
-                is_over.set()
+                is_stopped.set()
             assert [writer.result() for writer in writers] == [None, None]
         assert codes == [0] * 5
 
-    def _need_processes(self, method: str) -> None:
+    def _skip_without_processes(self, method: str) -> None:
         if self.is_per_process:
-            pytest.skip("what this storage holds lives in one process")
+            pytest.skip("the objects of this storage exist in one process only")
         if method not in multiprocessing.get_all_start_methods():
-            pytest.skip(f"this system has no {method}")
+            pytest.skip(f"this system cannot start processes by {method}")
 
 
-def _noise(n_bytes: int) -> bytes:
-    """Bytes of every value, the same every time."""
+def _make_bytes(n_bytes: int) -> bytes:
+    """Return bytes of many values, the same in every call."""
     period = bytes(i * i * 31 >> 7 & 255 for i in range(min(n_bytes, 65_537)))
     return (period * (n_bytes // 65_537 + 1))[:n_bytes]
 
 
-def _use(storage: Storage) -> None:
+def _copy_parent_objects(storage: Storage) -> None:
     data = storage.get_many([f"parent/{i}" for i in range(4)])
     storage.put_many([Put(f"child/{i}", lambda i=i: data[i]) for i in range(4)])  # type: ignore[misc]
 
 
-def _run(method: str, function: Callable[[Storage], None], storage: Storage) -> int | None:
-    """Exit code of a child process that runs the function; None if it hangs."""
+def _run_in_child(method: str, function: Callable[[Storage], None], storage: Storage) -> int | None:
+    """Run a function in a child process; return its exit code, or None if it does not end in time."""
     with warnings.catch_warnings():
-        # Forking with threads around is exactly what is asked for here.
+        # Forking a process that has threads is the purpose of the test.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = multiprocessing.get_context(method).Process(target=function, args=(storage,))  # type: ignore[attr-defined]
         child.start()
@@ -433,7 +441,7 @@ def _in_thread(function: Callable[[], object]) -> None:
 
 def _assert_one_winner(storage: Storage, key: str, racers: list[Storage]) -> None:
     before = sys.getswitchinterval()
-    # Once all have started, threads take turns as often as the interpreter can, which brings races out.
+    # Switch threads as often as possible once all have started: that makes races likely.
     start = threading.Barrier(len(racers), action=lambda: sys.setswitchinterval(1e-6))
 
     def attempt(number: int) -> bool:

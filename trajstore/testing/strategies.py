@@ -1,6 +1,13 @@
-"""Hypothesis strategies for schemas and for the data that fits them.
+"""Hypothesis strategies for schemas, and for data that fit a schema.
 
-Values cover every bit pattern of their dtype: NaNs with payloads, infinities, signed zeros, extremes.
+Values cover all bit patterns of their dtype: NaNs with different bits, infinities, signed zeros and extremes.
+
+Example:
+    @given(st.data())
+    def test_round_trip(data):
+        schema = data.draw(strategies.schemas())
+        episode = data.draw(strategies.episodes(schema))
+        ...
 """
 
 from __future__ import annotations
@@ -20,10 +27,10 @@ _INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
 def fields(*, final: bool | None = None) -> st.SearchStrategy[Field]:
-    """Fields of every dtype with 0 to 3 axes, small chunks and every codec.
+    """Fields of every dtype and codec, with 0 to 3 axes and small chunks.
 
     Args:
-        final: Whether they have a final value; None: either.
+        final: Whether the fields have a final value; None draws either.
     """
     return st.builds(
         Field,
@@ -37,9 +44,9 @@ def fields(*, final: bool | None = None) -> st.SearchStrategy[Field]:
 
 @st.composite
 def schemas(draw: st.DrawFn, *, max_fields: int = 4) -> Schema:
-    """Schemas of one to ``max_fields`` fields, some nested, some final, with and without a reward.
+    """Schemas with 1 to ``max_fields`` fields, some of them nested or final, with and without a reward.
 
-    At least one field has no final value, so that episodes can be written with and without one.
+    At least one field has no final value, so episodes can be written with and without one.
     """
     flat = {"action": draw(fields(final=False))}
     names = ("observation/pixels", "observation/state", "deep/er/still", "reward", "x.y-z_0", "observation/s.0")
@@ -62,17 +69,20 @@ def _rewards() -> st.SearchStrategy[Field]:
 
 @st.composite
 def values(draw: st.DrawFn, spec: Field, lead: tuple[int, ...] = ()) -> Any:
-    """An array of shape ``lead + spec.shape``; a tensor where the field is bfloat16, which numpy does not have."""
+    """Arrays of shape ``lead + spec.shape`` for a field; torch tensors for bfloat16, which NumPy does not have.
+
+    ``lead`` gives leading axes, such as ``(n_steps,)``.
+    """
     rng = np.random.default_rng(draw(st.integers(0, (1 << 32) - 1)))
     kind = draw(st.sampled_from(("bits", "special", "zeros")))
     shape = lead + spec.shape
-    bits = _special(rng, spec, shape) if kind == "special" else _random(rng, spec, shape)
+    bits = _random_special(rng, spec, shape) if kind == "special" else _random_bits(rng, spec, shape)
     if kind == "zeros":
         bits[...] = 0
     return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16) if spec.dtype == "bfloat16" else bits
 
 
-def _random(rng: np.random.Generator, spec: Field, shape: tuple[int, ...]) -> Array:
+def _random_bits(rng: np.random.Generator, spec: Field, shape: tuple[int, ...]) -> Array:
     dtype = spec.storage_dtype
     if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
@@ -80,12 +90,12 @@ def _random(rng: np.random.Generator, spec: Field, shape: tuple[int, ...]) -> Ar
     return np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).reshape(shape).copy()
 
 
-def _special(rng: np.random.Generator, spec: Field, shape: tuple[int, ...]) -> Array:
-    return np.asarray(rng.choice(_palette(spec), shape))
+def _random_special(rng: np.random.Generator, spec: Field, shape: tuple[int, ...]) -> Array:
+    return np.asarray(rng.choice(_special_values(spec), shape))
 
 
-def _palette(spec: Field) -> Array:
-    """Values that careless code changes: signed zeros, infinities, NaNs of several payloads, extremes."""
+def _special_values(spec: Field) -> Array:
+    """Return values that are easily changed by mistake: signed zeros, infinities, different NaNs, extremes."""
     dtype = spec.storage_dtype
     if dtype.kind == "b":
         return np.array([False, True])
@@ -101,10 +111,10 @@ def _palette(spec: Field) -> Array:
 
 @st.composite
 def episodes(draw: st.DrawFn, schema: Schema, *, max_steps: int = 20) -> dict[str, Any]:
-    """Nested arrays of one episode, as `Writer.append_episode` takes them, with or without the final row."""
+    """Nested arrays of one episode, in the form of `Writer.append_episode`, with or without the final row."""
     n_steps = draw(st.integers(1, max_steps))
-    must = len(schema.final_fields) == len(schema)
-    has_final = bool(schema.final_fields) and (must or draw(st.booleans()))
+    is_final_required = len(schema.final_fields) == len(schema)
+    has_final = bool(schema.final_fields) and (is_final_required or draw(st.booleans()))
     return nest(
         {path: draw(values(spec, (n_steps + (spec.final and has_final),))) for path, spec in schema.fields.items()}
     )
@@ -112,13 +122,16 @@ def episodes(draw: st.DrawFn, schema: Schema, *, max_steps: int = 20) -> dict[st
 
 @st.composite
 def steps(draw: st.DrawFn, schema: Schema, lead: tuple[int, ...] = (), *, final: bool = False) -> dict[str, Any]:
-    """Nested values of steps with these leading axes; ``final``: of the fields with a final value alone."""
+    """Nested values of steps with the leading axes ``lead``.
+
+    With ``final``, only the fields that have a final value.
+    """
     chosen = schema.final_fields if final else tuple(schema)
     return nest({path: draw(values(schema[path], lead)) for path in chosen})
 
 
 def json_values() -> st.SearchStrategy[Any]:
-    """Anything that JSON holds and gives back equal."""
+    """Values that JSON stores and returns unchanged."""
     scalars = st.none() | st.booleans() | st.integers(-(1 << 53), 1 << 53) | st.floats(-1e9, 1e9) | _texts()
     return st.recursive(
         scalars,
@@ -133,7 +146,7 @@ def _texts() -> st.SearchStrategy[str]:
 
 @st.composite
 def metadata(draw: st.DrawFn, schema: Schema) -> dict[str, Any]:
-    """Metadata of an episode: some of the declared columns, and free-form JSON under other names."""
+    """Metadata of an episode: values of some declared columns, and JSON values under other names."""
     by_type: dict[str, st.SearchStrategy[Any]] = {
         "bool": st.booleans(),
         "int64": _INT64,

@@ -1,4 +1,4 @@
-"""From appended rows to durable ones: two stagings, filled and committed in turn."""
+"""Takes appended rows to disk: the writer fills one staging while the commit thread commits the other."""
 
 from __future__ import annotations
 
@@ -12,64 +12,72 @@ from typing import Protocol
 from trajstore.errors import DataError
 from trajstore.format.commit_record import CommitRecord, SessionView
 from trajstore.schema import Array, Schema
+from trajstore.writing.commit_batch import CommitBatch, DerivedColumnChange
 from trajstore.writing.commit_thread import CommitThread
-from trajstore.writing.staging import Placement, Staging, empty_batch, place, staged_rows, steps_of
-from trajstore.writing.stream_appender import CommitBatch, DerivedColumnChange, StreamAppender
+from trajstore.writing.placement import Placement, added_values, empty_batch, place
+from trajstore.writing.staging import Staging, staged_rows
+from trajstore.writing.stream_appender import StreamAppender
 
 _log = logging.getLogger(__name__)
 
-Told = Callable[[CommitRecord | None], None]  # hears of the newest record
-Observer = Callable[[Schema, Mapping[str, Array]], None]  # sees the steps of every commit
+RecordCallback = Callable[[CommitRecord | None], None]  # called with the newest record
+CommitObserver = Callable[[Schema, Mapping[str, Array]], None]  # called with the steps of every commit
 
 
 @dataclass(slots=True)
 class _Job:
-    """Work on its way to disk: placed once, committed until it succeeds, then told, once."""
+    """One hand-off: placed once, committed until that succeeds; then ``on_durable`` is called, once."""
 
-    schema: Schema | None = None  # None: there is nothing to commit
+    schema: Schema | None = None  # None: nothing to commit
     staging: Staging | None = None  # None: no steps
     columns: list[DerivedColumnChange] = field(default_factory=list)
     first_row: int = 0
     view: SessionView = field(default_factory=SessionView)
-    told: Told | None = None
+    on_durable: RecordCallback | None = None
     batch: CommitBatch | None = None
     is_committed: bool = False
 
 
 class AppendListener(Protocol):
-    """Who wants to know what becomes of appended rows."""
+    """Follows appended rows from the staging to the disk."""
 
     def handed_off(self, staging: Staging) -> None:
-        """A staging is complete and goes to disk; called with the writer's lock held."""
+        """A staging is complete and will be committed. Called with the writer's lock held."""
 
     def committed(self, spans: Array) -> None:
-        """The spans of a staging are durable; called from the background thread, in order."""
+        """The spans of a staging are durable. Called from the background thread, in order."""
 
     def amended(self, episode: int, t: int, values: Mapping[str, Array]) -> None:
-        """A staged step has other values now; called with the writer's lock held."""
+        """A staged step got other values. Called with the writer's lock held."""
 
     def dropped(self) -> None:
-        """What is staged was given up; nothing comes after."""
+        """The staged rows were dropped; no other call follows."""
 
 
 class CommitPipeline:
-    """Holds at most two stagings: one being filled, one on its way to disk.
+    """Holds at most two stagings: one that is being filled, and one that is being committed.
 
-    Every method but `wait` is called with the writer's lock held; the background thread takes it only if it
-    is free, because whoever holds it may be waiting for that thread.
+    Callers hold the writer's lock, except for `wait`. The background thread takes that lock only if it is
+    free, because the holder may be waiting for the thread.
 
     Args:
         buffer_bytes: Bound of both stagings together.
-        schema: The schema as far as it is known.
-        settle: Told that everything staged gets its place now; returns the schema, which is then settled.
+        schema: Returns the schema as far as it is known.
+        settle: Called before each hand-off: staged rows get their places now, so the schema is final. Returns it.
         make_appender: Makes the stream's appender, at the first hand-off.
         lock: The writer's lock.
-        commit_s: Hand off at least this often; None: never by time.
-        view: What the stream's record says about others from its birth on.
+        commit_s: The most seconds between hand-offs; None: no hand-offs by time.
+        view: Decisions about other streams that the stream's first record carries.
 
     Attributes:
-        first_row: First row of the stream that is still wanted, as the next record says it.
-        view: What the next record says about other streams.
+        first_row: First row of the stream that is still wanted, for the next record.
+        view: Decisions about other streams, for the next record.
+        appender: The stream's appender; None before the first hand-off.
+        staging: The staging that is being filled, if there is one.
+        listener: Follows appended rows, if set.
+        observer: Called with the steps of every commit, if set.
+        is_ticking: Whether the background thread may hold the lock, for a moment.
+        is_overdue: Whether a commit by time found the lock taken; the next append makes up for it.
     """
 
     def __init__(
@@ -85,47 +93,64 @@ class CommitPipeline:
         self.first_row = 0
         self.view = view
         self.appender: StreamAppender | None = None
-        self.staging: Staging | None = None  # the one being filled
-        self.follower: AppendListener | None = None
-        self.observer: Observer | None = None
+        self.staging: Staging | None = None
+        self.listener: AppendListener | None = None
+        self.observer: CommitObserver | None = None
+        self.is_ticking = False
+        self.is_overdue = False
         self._buffer_bytes = buffer_bytes
         self._schema = schema
         self._settle = settle
         self._make_appender = make_appender
         self._lock = lock
-        self._placement = Placement()  # touched by the background thread alone
-        self._free: list[Staging] = []  # filled by the background thread
+        self._placement = Placement()  # only the background thread uses it
+        self._free: list[Staging] = []  # the background thread puts committed stagings here
         self._n_stagings = 0
         self._columns: list[DerivedColumnChange] = []  # values of derived columns for the next commit
-        self._is_view_new = False  # no job has it yet
-        self._told_failures: deque[BaseException] = deque()  # of those who were told, not yet raised to anybody
-        self.is_ticking = False  # the background thread may have the lock, for a moment
-        self.is_overdue = False  # a commit by time found the writer busy; the next append makes up for it
-        self._committer: CommitThread[_Job] = CommitThread(self._run, self._hand_off_by_time, commit_s)
-        self._committer.start()
+        self._is_view_new = False  # whether no job carries the view yet
+        self._callback_failures: deque[BaseException] = deque()  # raised by callbacks, not yet by any call
+        self._commit_thread: CommitThread[_Job] = CommitThread(self._run, self._hand_off_by_time, commit_s)
+        self._commit_thread.start()
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """The newest commit record; None before the first commit."""
+        record = self.appender.record if self.appender is not None else None
+        return record if record is not None and record.commit else None
+
+    def stats(self) -> dict[str, int]:
+        """Counts of staged rows, and of commits and what they hold."""
+        record = self.record
+        return {
+            "staged_rows": self.staging.n if self.staging else 0,
+            "commits": record.commit if record else 0,
+            "committed_rows": record.rows if record else 0,
+            "committed_spans": record.spans if record else 0,
+        }
 
     def raise_pending(self) -> None:
-        self._committer.raise_pending()
-        self.raise_told()
+        """Raise a failure of the background that no call has raised yet; each failure is raised once."""
+        self._commit_thread.raise_pending()
+        self.raise_callback_failure()
 
-    def raise_told(self) -> None:
-        """Raise what somebody raised who was told of a commit; each failure once."""
-        if self._told_failures:
-            raise self._told_failures.popleft()
+    def raise_callback_failure(self) -> None:
+        """Raise what a callback or an observer raised after a commit; each failure is raised once."""
+        if self._callback_failures:
+            raise self._callback_failures.popleft()
 
     def fill(self) -> Staging:
-        """The staging to fill."""
+        """The staging to append to."""
         if self.staging is None:
             self.staging = self._next()
         return self.staging
 
     @property
     def _can_hand_off(self) -> bool:
-        """Whether the other staging is free, so that handing off does not have to wait."""
+        """Whether the other staging is free, so that a hand-off does not have to wait."""
         return self._n_stagings < 2 or bool(self._free)
 
     def make_room(self, n: int, n_text: int = 0) -> Staging:
-        """A staging with room for ``n`` rows and for so many bytes of text; hands off what is staged to get it."""
+        """A staging with room for ``n`` rows and ``n_text`` bytes of text; hands off a full one first."""
         staging = self.fill()
         if n > staging.capacity:
             raise DataError(
@@ -137,86 +162,92 @@ class CommitPipeline:
         return self.fill()
 
     def reset(self) -> None:
-        """Forget the empty staging made for a schema that is not the one after all."""
+        """Forget the empty staging that was made for an inferred schema whose data was then refused."""
         self.staging, self._n_stagings = None, 0
 
     def drop(self) -> int:
-        """Forget what is staged, values of columns and an unpublished view; returns how many rows."""
+        """Forget staged rows, values of derived columns and an unpublished view; return the number of rows."""
         self._columns, self._is_view_new = [], False
-        if self.follower is not None:
-            self.follower.dropped()
+        if self.listener is not None:
+            self.listener.dropped()
         n = self.staging.n if self.staging is not None else 0
         if self.staging is not None:
             self.staging.clear()
         return n
 
-    def hand_off(self, told: Told | None = None, *, is_birth: bool = False) -> int:
-        """Let the background commit what is staged. Returns the ticket to wait for.
+    def hand_off(self, on_durable: RecordCallback | None = None, *, creates_stream: bool = False) -> int:
+        """Give everything staged to the background thread to commit. Returns the ticket to wait for.
+
+        Waits for the other staging if the thread is still committing that one.
 
         Args:
-            told: Called once it is durable, also if nothing is staged.
-            is_birth: Whether to commit even if nothing is staged, so that the stream exists.
+            on_durable: Called once the rows are durable, also if nothing is staged.
+            creates_stream: Whether to commit even if nothing is staged, so that the stream exists.
         """
         staging = self.staging if self.staging is not None and not self.staging.is_empty else None
         is_view_due = self._is_view_new and self.appender is not None
-        if staging is not None or self._columns or is_view_due or is_birth:
+        if staging is not None or self._columns or is_view_due or creates_stream:
             if staging is not None and not self._can_hand_off:
-                self._committer.wait(self._committer.n_submitted)  # if this fails, nothing has changed
+                self._commit_thread.wait(self._commit_thread.n_submitted)  # if this fails, nothing has changed
             schema = self._settle()
             self.is_overdue = False
             if self.appender is None:
                 self.appender = self._make_appender(schema)
             if staging is not None:
-                if self.follower is not None:
-                    self.follower.handed_off(staging)
+                if self.listener is not None:
+                    self.listener.handed_off(staging)
                 self.staging = None
             columns, self._columns = self._columns, []
-            self._submit(_Job(schema, staging, columns, told=told))
-        elif told is not None:
-            self._committer.submit(_Job(told=told))
-        return self._committer.n_submitted
+            self._submit(_Job(schema, staging, columns, on_durable=on_durable))
+        elif on_durable is not None:
+            self._commit_thread.submit(_Job(on_durable=on_durable))
+        return self._commit_thread.n_submitted
 
     def _submit(self, job: _Job) -> None:
         job.first_row, job.view, self._is_view_new = self.first_row, self.view, False
-        self._committer.submit(job)
+        self._commit_thread.submit(job)
 
     def set_view(self, first_row: int, view: SessionView) -> None:
-        """Let records say this from the next commit on."""
+        """Set what records say from the next commit on."""
         self._is_view_new = self._is_view_new or (first_row, view) != (self.first_row, self.view)
         self.first_row, self.view = first_row, view
 
     def publish_view(self) -> int:
-        """Let the background publish the view, and leave what is staged where it is. Returns the ticket."""
+        """Publish the view in the background without committing staged rows. Returns the ticket to wait for.
+
+        If the stream does not exist yet, staged rows are committed as well.
+        """
         if self.appender is None:
-            return self.hand_off(is_birth=True)
+            return self.hand_off(creates_stream=True)
         if self._is_view_new:
             self._submit(_Job(self.appender.record.schema))
-        return self._committer.n_submitted
+        return self._commit_thread.n_submitted
 
     def put_column(self, change: DerivedColumnChange) -> None:
-        """Commit values of a derived column together with what is staged; one change of a column at a time."""
+        """Commit values of a derived column with the next commit; a commit holds one change of each column."""
         if any((c.target, c.name) == (change.target, change.name) for c in self._columns):
             self.hand_off()
         self._columns.append(change)
 
     def hand_off_if_free(self) -> None:
-        """Hand off unless the disk is behind; then it is done later. Neither waits nor raises."""
+        """Hand off unless the thread is still committing the other staging. Neither waits nor raises."""
         if self._can_hand_off:
             self.hand_off()
 
     def wait(self, ticket: int) -> None:
-        """Wait until everything handed off with this ticket is durable."""
-        if not 0 <= ticket <= self._committer.n_submitted:
-            raise ValueError(f"ticket: expected one of 0 to {self._committer.n_submitted}, got {ticket!r}")
-        self._committer.wait(ticket)
+        """Wait until everything up to the hand-off with this ticket is durable."""
+        if not 0 <= ticket <= self._commit_thread.n_submitted:
+            raise ValueError(f"ticket: expected 0 to {self._commit_thread.n_submitted}, got {ticket!r}")
+        self._commit_thread.wait(ticket)
 
     def seal(self) -> None:
-        """Declare the stream finished; nothing is in flight any more."""
+        """Declare the stream finished; the caller has waited for all hand-offs."""
         if self.appender is not None:
             self.appender.seal()
 
     def stop(self) -> None:
-        self._committer.stop()
+        """End the background thread and free the stagings."""
+        self._commit_thread.stop()
         self.staging, self._free = None, []
 
     def _next(self) -> Staging:
@@ -245,18 +276,19 @@ class CommitPipeline:
             self.is_overdue = True
 
     def _run(self, job: _Job) -> None:
+        """Commit one job, then inform the listener, the observer and the job's callback."""
         if job.schema is not None and not job.is_committed:
             self._commit(job, job.schema)
             job.is_committed = True
         if job.staging is not None:
-            if self.follower is not None and job.batch is not None:
-                self.follower.committed(job.batch.span_ints)
+            if self.listener is not None and job.batch is not None:
+                self.listener.committed(job.batch.span_ints)
             if self.observer is not None and job.batch is not None and job.schema is not None:
-                self._show(self.observer, job.batch, job.schema)
+                self._call_observer(self.observer, job.batch, job.schema)
             job.staging.clear()
             self._free.append(job.staging)
-        if job.told is not None:
-            self._tell(job.told)
+        if job.on_durable is not None:
+            self._call_back(job.on_durable)
 
     def _commit(self, job: _Job, schema: Schema) -> None:
         assert self.appender is not None
@@ -268,17 +300,16 @@ class CommitPipeline:
             job.batch.columns, job.batch.first_row, job.batch.view = job.columns, job.first_row, job.view
         self.appender.commit(job.batch)
 
-    def _show(self, observer: Observer, batch: CommitBatch, schema: Schema) -> None:
+    def _call_observer(self, observer: CommitObserver, batch: CommitBatch, schema: Schema) -> None:
         try:
-            observer(schema, steps_of(batch, schema))
+            observer(schema, added_values(batch, schema))
         except Exception as failure:
-            _log.warning("somebody who looks at committed steps failed: %s", failure)
-            self._told_failures.append(failure)
+            _log.warning("an observer of committed steps failed: %s", failure)
+            self._callback_failures.append(failure)
 
-    def _tell(self, told: Told) -> None:
-        record = self.appender.record if self.appender is not None else None
+    def _call_back(self, on_durable: RecordCallback) -> None:
         try:
-            told(record if record is not None and record.commit else None)
-        except BaseException as failure:  # what is committed is committed; whoever calls next hears of it
-            _log.warning("what was to follow a commit failed: %s", failure)
-            self._told_failures.append(failure)
+            on_durable(self.record)
+        except BaseException as failure:  # the commit stays; the writer's next call raises this
+            _log.warning("a callback after a commit failed: %s", failure)
+            self._callback_failures.append(failure)

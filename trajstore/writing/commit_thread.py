@@ -1,4 +1,4 @@
-"""One background thread that makes staged work durable, in order, and never loses an error."""
+"""One background thread that commits jobs in order, retries failed ones and reports every failure."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _log = logging.getLogger(__name__)
 
 
 class CommitThread(Generic[Job]):
-    """Runs jobs one after the other. A job that fails stays first in line until it succeeds.
+    """Runs jobs one after the other. A job that fails stays first in the queue until it succeeds.
 
-    A failure is logged at once and raised to the first caller who asks, unless another try has overcome it by then.
+    A failure is logged at once and raised to the next caller of `raise_pending` or `wait`, unless a retry has
+    succeeded before that.
 
     Args:
-        run: Does one job; may be called again with the same job after it failed.
-        tick: Called from the thread whenever it has been idle for ``tick_s``.
-        tick_s: How long to idle between ticks, or None for no ticks.
+        run: Does one job. The thread may call it again with the same job after a failure.
+        tick: The thread calls it after each ``tick_s`` seconds without a job.
+        tick_s: Seconds between ticks; None: no ticks.
     """
 
     def __init__(self, run: Callable[[Job], None], tick: Callable[[], None], tick_s: float | None) -> None:
@@ -33,9 +34,9 @@ class CommitThread(Generic[Job]):
         self._jobs: deque[Job] = deque()
         self._n_submitted = 0
         self._n_done = 0
-        self._failure: BaseException | None = None  # why the first job waits; it waits for another try
-        self._unseen: BaseException | None = None  # failed, and not yet raised to anybody
-        self._last: BaseException | None = None  # the newest failure of all
+        self._failure: BaseException | None = None  # why the first job waits for a retry
+        self._unraised: BaseException | None = None  # a failure that no call has raised yet
+        self._last: BaseException | None = None  # the newest failure
         self._is_closing = False
         self._thread = threading.Thread(target=self._loop, name="trajstore-commit", daemon=True)
 
@@ -54,19 +55,19 @@ class CommitThread(Generic[Job]):
         return self._n_submitted
 
     def raise_pending(self) -> None:
-        """Raise a failure that nobody has seen yet; each is raised once."""
-        if self._unseen is None:  # the common case, without taking the lock
+        """Raise a failure that no call has raised yet; each failure is raised once."""
+        if self._unraised is None:  # the common case, without taking the lock
             return
         with self._condition:
-            failure, self._unseen = self._unseen, None
+            failure, self._unraised = self._unraised, None
         if failure is not None:
             raise failure
 
     def wait(self, ticket: int) -> None:
-        """Wait until so many jobs are done, giving one that failed another try.
+        """Wait until ``ticket`` jobs are done. A job that failed before is retried first.
 
         Raises:
-            BaseException: What the try ended with, if it failed again.
+            BaseException: The retry failed again; this is its error.
         """
         with self._condition:
             self._failure = None
@@ -76,11 +77,11 @@ class CommitThread(Generic[Job]):
             )
             if self._n_done >= ticket:
                 return
-            failure, self._unseen = self._failure or self._last, None
+            failure, self._unraised = self._failure or self._last, None
         raise failure or ClosedError("the writer was closed before this was committed")
 
     def stop(self) -> None:
-        """End the thread after the jobs that can be done; those that fail are given up."""
+        """Finish the queued jobs and end the thread; jobs from the first failure on are given up."""
         with self._condition:
             self._is_closing = True
             self._condition.notify_all()
@@ -91,22 +92,22 @@ class CommitThread(Generic[Job]):
     def _loop(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(self._has_news, timeout=self._tick_s)
+                self._condition.wait_for(self._has_work, timeout=self._tick_s)
                 if self._is_closing and (self._failure is not None or not self._jobs):
                     return
-                self._failure = None  # woken by news, or by time: then a failed job gets another try
+                self._failure = None  # there is work, or a tick is due; a tick retries a failed job
                 job = self._jobs[0] if self._jobs else None
             try:
                 if job is None:
                     self._tick()
                 else:
                     self._run(job)
-            except BaseException as failure:  # whatever it is, somebody must hear of it
+            except BaseException as failure:  # every failure must reach a caller
                 self._fail(failure)
             else:
                 self._succeed(job)
 
-    def _has_news(self) -> bool:
+    def _has_work(self) -> bool:
         return self._is_closing or (bool(self._jobs) and self._failure is None)
 
     def _succeed(self, job: Job | None) -> None:
@@ -114,11 +115,11 @@ class CommitThread(Generic[Job]):
             with self._condition:
                 self._jobs.popleft()
                 self._n_done += 1
-                self._unseen = None  # overcome before anybody asked; the log has it
+                self._unraised = None  # a retry succeeded before any call raised the failure; the log has it
                 self._condition.notify_all()
 
     def _fail(self, failure: BaseException) -> None:
-        _log.warning("a commit failed in the background and will be tried again: %s", failure)
+        _log.warning("a background commit failed and will be retried: %s", failure)
         with self._condition:
-            self._failure = self._unseen = self._last = failure
+            self._failure = self._unraised = self._last = failure
             self._condition.notify_all()

@@ -1,4 +1,4 @@
-"""Which episode is open in which environment, and the arithmetic of blocks of steps."""
+"""The open episode of each environment, and the episode and t of appended steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Flags = Any  # bool for one environment, boolean array or tensor for several
 
 @dataclass(frozen=True, slots=True)
 class RolloutPositions:
-    """Where the steps of a ``[T, B]`` block belong."""
+    """The episode and t of each step of a block: ``[T, B]``, or ``[B]`` for a single step."""
 
     episode: Array
     t: Array
@@ -41,13 +41,22 @@ class OpenEpisodes:
         self._last_range: tuple[range, Array] = (range(0), np.empty(0, np.int64))
 
     def check_env(self, env: object) -> int:
+        """The number of an environment as an int.
+
+        Raises:
+            DataError: It is not a number in the allowed range.
+        """
         if not isinstance(env, (int, np.integer)) or isinstance(env, bool) or not 0 <= env < MAX_ENV:
             raise DataError(f"env: expected a number from 0 to {MAX_ENV - 1}, got {env!r}")
         self._cover(int(env))
         return int(env)
 
     def check_envs(self, envs: Iterable[int]) -> Array:
-        """Distinct environments as an int64 array."""
+        """Distinct environments as an int64 array.
+
+        Raises:
+            DataError: They are not distinct numbers in the allowed range.
+        """
         if isinstance(envs, range) and envs == self._last_range[0]:
             return self._last_range[1]
         array, name = as_array("envs", envs if hasattr(envs, "dtype") else list(envs))
@@ -86,14 +95,21 @@ class OpenEpisodes:
     def open_envs(self) -> list[int]:
         return [int(env) for env in np.flatnonzero(self.episode >= 0)]
 
+    def stats(self) -> dict[str, int]:
+        return {"episodes": self.n_episodes, "open_episodes": len(self.open_envs())}
+
+    def mark_placed(self) -> None:
+        """Note that all steps appended so far get their places on disk."""
+        self.placed[:] = self.t
+
     def start_one(self, env: int) -> int:
-        """Start an episode in an environment that has none open; returns its number."""
+        """Start an episode in an environment that has none open; return its number."""
         self.episode[env], self.t[env], self.placed[env] = self.n_episodes, 0, 0
         self.n_episodes += 1
         return self.n_episodes - 1
 
     def start(self, env: Array) -> Array:
-        """Start an episode in each of these environments, which have none open; returns the numbers."""
+        """Start an episode in each of these environments, which have none open; return the numbers."""
         ids = np.arange(self.n_episodes, self.n_episodes + len(env))
         self.n_episodes += len(ids)
         self.episode[env] = ids
@@ -106,14 +122,14 @@ class OpenEpisodes:
         idle = self.episode[env] < 0
         if idle.any():
             self.start(env[idle])
-        block = RolloutPositions(self.episode[env], self.t[env])
+        positions = RolloutPositions(self.episode[env], self.t[env])
         self.t[env] += 1
-        return block
+        return positions
 
     def block(self, env: Array, ends: Array) -> RolloutPositions:
         """Advance by a ``[T, B]`` block; ``ends`` is nonzero where an episode ends with that step.
 
-        Every step that follows an end starts an episode; numbers are given in order of time.
+        Every step that follows an end starts an episode. Episodes are numbered in order of time.
         """
         starts = np.empty(ends.shape, bool)
         starts[0] = self.episode[env] < 0
@@ -121,9 +137,9 @@ class OpenEpisodes:
         ids = (self.n_episodes - 1 + np.cumsum(starts)).reshape(ends.shape)
         time = np.arange(len(ends))[:, None]
         since = np.maximum.accumulate(np.where(starts, time, -1), axis=0)  # when the current episode started
-        lane = np.arange(len(env))
+        column = np.arange(len(env))
         is_new = since >= 0
-        episode = np.where(is_new, ids[since, lane], self.episode[env])
+        episode = np.where(is_new, ids[since, column], self.episode[env])
         t = np.where(is_new, time - since, self.t[env] + time)
         self.n_episodes += int(starts.sum())
         self.placed[env] = np.where(is_new[-1], 0, self.placed[env])
@@ -133,7 +149,11 @@ class OpenEpisodes:
 
 
 def check_ends(terminated: Flags, truncated: Flags, shape: tuple[int, ...]) -> Array:
-    """End codes of many steps: 0 where the episode goes on. Where both flags are set, terminated counts."""
+    """End codes of many steps, 0 where the episode continues. Where both flags are set, terminated counts.
+
+    Raises:
+        DataError: The flags are not bools of this shape.
+    """
     ends = np.zeros(shape, np.int64)
     for name, flags, code in (
         ("truncated", truncated, End.TRUNCATED),
@@ -149,7 +169,11 @@ def check_ends(terminated: Flags, truncated: Flags, shape: tuple[int, ...]) -> A
 
 
 def end_of(terminated: Flags, truncated: Flags, neither: End) -> End:
-    """How one episode ended, from two flags; terminated counts where both are set."""
+    """How one episode ended, from two flags; terminated counts where both are set.
+
+    Raises:
+        DataError: A flag is not a bool.
+    """
     for name, flag in (("terminated", terminated), ("truncated", truncated)):
         if flag is not None and not isinstance(flag, (bool, np.bool_)):
             raise DataError(f"{name}: expected a bool, got {type(flag).__name__}")

@@ -1,4 +1,4 @@
-"""Options of a writer."""
+"""Options of a writer, checked when they are made."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from trajstore.arguments import parse_bytes
-from trajstore.format.ids import check_stream_ids, is_stream_id
+from trajstore.format.argument_checks import check_stream_ids
+from trajstore.format.ids import is_stream_id
 
-_MAX_WORLD = 256
+_MAX_WORLD_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +17,13 @@ class WriterOptions:
     """How a writer behaves.
 
     Args:
-        commit_steps: Commit in the background whenever this many steps are staged; None: not by count.
-        commit_seconds: Commit in the background at least this often; None: not by time.
-        buffer_bytes: Bound of the memory for steps that are appended and not yet durable; reaching half of it
-            commits in the background, reaching all of it makes appends wait.
+        commit_steps: Commit in the background after this many staged steps; None: not by count.
+        commit_seconds: The most seconds between background commits; None: not by time.
+        buffer_bytes: Bound of the memory for appended steps that are not yet durable. When half of it is full, a
+            background commit starts; when all of it is full, appends wait.
         rank: Rank of this writer, recorded with the stream.
         world_size: Number of ranks, recorded with the stream.
-        world: Name of the set of sessions that this one belongs to; None: of no set.
+        world: Id of the set of sessions that this session writes with; None: it writes alone.
         checkpoint: Id of the checkpoint that this set of sessions started from.
         dead: Ids of streams whose writers this session declares dead; their open episodes read as cut.
     """
@@ -47,15 +48,15 @@ class WriterOptions:
         self._check_lineage()
 
     def _check_lineage(self) -> None:
-        if self.world is not None and not _is_text(self.world):
+        if self.world is not None and not _is_printable(self.world):
             raise ValueError(
-                f"world: expected text of 1 to {_MAX_WORLD} characters or None, got {self.world!r:.80}"
+                f"world: expected text of 1 to {_MAX_WORLD_CHARACTERS} characters or None, got {self.world!r:.80}"
             )
-        # Ids of checkpoints are made as those of streams are.
+        # Ids of checkpoints and of streams have the same form.
         if self.checkpoint is not None and not (isinstance(self.checkpoint, str) and is_stream_id(self.checkpoint)):
             raise ValueError(f"checkpoint: expected the id of a checkpoint or None, got {self.checkpoint!r:.80}")
         check_stream_ids(self.dead, "dead")
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and 1 <= len(value) <= _MAX_WORLD and value.isprintable()
+def _is_printable(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= _MAX_WORLD_CHARACTERS and value.isprintable()

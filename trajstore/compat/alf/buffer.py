@@ -2,109 +2,87 @@
 
 from __future__ import annotations
 
-import enum
-import functools
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 
 from trajstore.arguments import check_positive
-from trajstore.compat.alf import nests
-from trajstore.compat.alf.draws import Draws, Sampling
-from trajstore.compat.alf.inside import begin_priorities, keep_column, random_numbers, sweep, unused_position
-from trajstore.compat.alf.rows import Rows, Steps
-from trajstore.compat.exit_flush import end_with_process, has_ended
-from trajstore.compat.options import check_options
-from trajstore.compat.private_store import forget, private_url
+from trajstore.compat.alf.batch_info import BatchInfo
+from trajstore.compat.alf.environment_rings import EnvironmentRings
+from trajstore.compat.alf.nested_tensors import leaves_by_path, nest_of_paths, shallowest_path
+from trajstore.compat.alf.options import ResumeOptionsDict
+from trajstore.compat.alf.replay_internals import evict_dropped_steps, set_initial_priority
+from trajstore.compat.alf.ring_recovery import recover_rings
+from trajstore.compat.alf.step_reader import StepReader, to_tensors
+from trajstore.compat.alf.step_schema import (
+    POSITION,
+    check_field_names,
+    check_same_fields,
+    check_steps,
+    classify_steps,
+    schema_of_step,
+)
+from trajstore.compat.alf.window_draws import DrawOptions, WindowDraws
+from trajstore.compat.exit_flush import cancel_finish_at_exit, finish_at_exit
+from trajstore.compat.options import ReplayOptionsDict, check_options
+from trajstore.compat.private_store import free_private_store, private_url
 from trajstore.distributed.partitions import Policy
 from trajstore.errors import DataError, NotReadyError, StoreNotFoundError
 from trajstore.replay.buffer import ReplayBuffer as Buffer
 from trajstore.replay.options import with_ranks
-from trajstore.sampling.batch_plan import RESERVED
 from trajstore.sampling.hindsight import Hindsight
 from trajstore.sampling.priority_options import Priorities
-from trajstore.sampling.windows import Windows
-from trajstore.schema import Array, Field, Schema, as_array, check_paths, checked, flatten, nest
+from trajstore.schema import Array, Schema, as_array, nest
 from trajstore.store import checkpoints
 from trajstore.store.store import Store
 from trajstore.store.store import open as open_store
 
-_POSITION = "row_position"  # the field that keeps positions
-_MOVED = "row_position_now"  # the column that keeps them where rows were laid anew
-_SWEEP = 64  # steps that rows gave up go when they are so large a part of all
-_LEAST_SWEEP = 1024
-_BLOCK = 8192
-_OWN = {
-    "capacity": "say how many steps a row keeps with max_length",
+_EVICTION_PART = 64  # dropped steps are evicted when they reach 1 / 64 of what the rings can hold,
+_MIN_EVICTION = 1024  # and at least this many
+_OWN_OPTIONS = {
+    "capacity": "say how many steps an environment keeps with max_length",
     "sample": "say how long windows are in get_batch",
     "priorities": "draw by priority with prioritized_sampling",
-    "as_tensordict": "batches are nests as they were added",
+    "as_tensordict": "batches have the nesting of the experience that was added",
 }
-_LATER: Any = object()  # a data_spec that opens nothing yet
-_PRIORITIES = Priorities(alpha=1.0, eps=0.0)  # raw ones: what is drawn, and the weights, are made here
-
-
-class StepType(enum.IntEnum):
-    """Where in its episode a step stands."""
-
-    FIRST = 0
-    MID = 1
-    LAST = 2
-
-
-class BatchInfo(NamedTuple):
-    """Where windows come from, ``[B]`` each; ``()`` where it was not asked for.
-
-    Attributes:
-        env_ids: Their rows.
-        positions: Of their first steps; with the row a name for ever.
-        importance_weights: With priorities, that of a window relative to the mean of all that are not 0.
-        replay_buffer: The buffer they are from.
-        discounted_return: Always ``()``: returns are columns of the buffer behind.
-        valid: Of `gather_all`, ``[B, T]``: the step exists.
-    """
-
-    env_ids: Any = ()
-    positions: Any = ()
-    importance_weights: Any = ()
-    replay_buffer: Any = ()
-    discounted_return: Any = ()
-    valid: Any = ()
+_OPEN_LATER: Any = object()  # as data_spec: `resume` opens the buffer itself
+_RAW_PRIORITIES = Priorities(alpha=1.0, eps=0.0)  # the buffer only stores them; windows are drawn by `WindowDraws`
 
 
 class ReplayBuffer:
-    """A ring of steps for every environment, from which windows are drawn; safe to use from several threads.
+    """A ring of steps per environment, from which windows are drawn; safe to use from several threads.
 
-    Experience is a nest (dicts, named tuples, dataclasses) of tensors ``[B, ...]`` with a ``step_type`` somewhere
-    in it, and comes back as the same kind of nest; ``reward`` is that which arrived with the observation of the
-    same step. Every window that lies in one row is as likely as every other, whatever row that is.
+    Experience is a nest (dicts, named tuples, dataclasses) of tensors ``[B, ...]`` that contains a ``step_type``.
+    Batches have the same nesting. ``reward`` is the reward that arrived with the observation of the same step. All
+    windows of consecutive steps are equally likely, across all environments.
 
     Args:
-        data_spec: A nest of specs (whatever has a shape and a dtype) of one step; None: as in the store that is
-            there, or as the first batch is.
-        num_environments: Rows.
-        max_length: Steps that each row keeps.
-        num_earliest_frames_ignored: Windows do not start at so many of a row's oldest steps.
+        data_spec: A nest of specs (objects with a shape and a dtype) of one step. None: the fields of the existing
+            store, or of the first batch.
+        num_environments: Number of environments.
+        max_length: Steps to keep per environment.
+        num_earliest_frames_ignored: Windows do not start at this many of the oldest steps of an environment.
         prioritized_sampling: Draw by priority.
-        initial_priority: Of new steps, unless there has been a larger one.
-        recent_data_steps: How many of the newest windows of each row are recent.
+        initial_priority: Priority of new steps, until a larger one is set.
+        recent_data_steps: How many of the newest windows of each environment count as recent.
         recent_data_ratio: The part of a batch that is drawn from recent windows.
-        with_replacement: Draw independently; else windows are spread evenly, none twice unless there are too few.
-        device: Where batches and what is kept decoded live.
-        keep_episodic_info: Accepted: it is always kept.
-        url: A directory or object store to keep the steps at; by default compressed in RAM. A store that is there
-            is gone on with, with all its steps; `resume` goes on from a checkpoint instead.
-        seed: Of the draws.
-        options: Further ones of `trajstore.ReplayBuffer`: ``rank``, ``world_size``, ``cache_bytes``, ...; not
+        with_replacement: Draw windows independently. Otherwise they are spread evenly, and none comes twice unless
+            there are too few.
+        device: The device of batches and of the cache of decoded steps.
+        keep_episodic_info: Accepted and ignored: it is always kept.
+        url: A directory or object store for the steps; by default they are kept compressed in RAM. An existing
+            store is opened and continued with all its steps. `resume` continues from a checkpoint instead.
+        seed: Seed of the draws.
+        options: Further options of `trajstore.ReplayBuffer`: ``rank``, ``world_size``, ``cache_bytes``, ...; not
             ``capacity``, ``sample``, ``priorities`` and ``as_tensordict``.
 
     Raises:
-        DataError: What is at the URL are no steps of ALF's.
+        DataError: The store at the URL does not hold steps of ALF.
     """
 
     def __init__(
@@ -123,33 +101,33 @@ class ReplayBuffer:
         *,
         url: str | os.PathLike[str] | None = None,
         seed: int = 0,
-        **options: Any,
+        **options: Unpack[ReplayOptionsDict],
     ) -> None:
-        check_options(type(self).__init__, options, _OWN)
+        check_options(type(self).__init__, options, _OWN_OPTIONS)
         for name, value in (("num_environments", num_environments), ("max_length", max_length)):
             check_positive(name, value)
         recent = recent_data_steps, recent_data_ratio
-        self._sampling = Sampling(num_earliest_frames_ignored, *recent, with_replacement, initial_priority)
+        self._draw_options = DrawOptions(num_earliest_frames_ignored, *recent, with_replacement, initial_priority)
         self._lock = threading.RLock()
         self._is_private = url is None
         self._url = private_url("alf") if url is None else os.fspath(url)
-        self._options: dict[str, Any] = {
+        self._own_options: dict[str, Any] = {
             "device": str(device),
-            "capacity": None,  # rows have limits of their own
-            "priorities": _PRIORITIES if prioritized_sampling else None,
+            "capacity": None,  # the rings limit the steps
+            "priorities": _RAW_PRIORITIES if prioritized_sampling else None,
             "as_tensordict": False,
         }
-        self._given, self._seed = ({"commit_seconds": None, "grace_s": 0} if url is None else {}) | options, seed
-        self._rows = Rows(num_environments, max_length)
-        self._form: Any = None
-        self._paths: dict[str, str | None] = {}
+        defaults: dict[str, Any] = {"commit_seconds": None, "grace_s": 0} if url is None else {}
+        self._passed_options, self._seed = {**defaults, **options}, seed
+        self._rings = EnvironmentRings(num_environments, max_length)
         self._buffer: Buffer | None = None
-        self._draws: Draws | None = None
+        self._draws: WindowDraws | None = None
+        self._reader: StepReader | None = None
         if data_spec is None:
-            self._join()
-        elif data_spec is not _LATER:
-            self._open(_schema_of(nests.flat(data_spec), n_lead=0))
-            self._form = _paths_of(data_spec)
+            self._open_existing()
+        elif data_spec is not _OPEN_LATER:
+            self._open(schema_of_step(leaves_by_path(data_spec), n_leading_axes=0))
+            self._steps.form = nest_of_paths(data_spec)
 
     @classmethod
     def resume(
@@ -162,426 +140,349 @@ class ReplayBuffer:
         data_spec: Any = None,
         policy: Policy | None = None,
         incomplete: str | Mapping[str, str] = "keep",
-        **options: Any,
+        **options: Unpack[ResumeOptionsDict],
     ) -> ReplayBuffer:
-        """Go on from a checkpoint, with any number of ranks.
+        """Continue from a checkpoint, with any number of ranks.
 
-        With as many as before, rows, positions, priorities and the next batch are those that would have come; a row
-        that was empty begins with a position above all others. With another number, or a ``policy``, episodes are
-        dealt out to the rows anew, as `trajstore.ReplayBuffer.resume` does. No step is changed: an episode that had
-        no LAST has none, and no window goes on from it into another.
+        With the same number of ranks, the environments, positions, priorities and the next batch are those that
+        would have come. An environment that was empty begins at a position above all others. With another number of
+        ranks, or with a ``policy``, episodes are redistributed to the environments, as
+        `trajstore.ReplayBuffer.resume` does. No step is changed: an episode without a LAST stays without one, and
+        no window continues from it into another episode.
 
         Args:
-            url: Of the store.
+            url: URL of the store.
             checkpoint: Name or id of a checkpoint, or "latest".
-            num_environments: Rows of this rank.
-            max_length: Steps that each row keeps; more where a row was dealt more.
-            data_spec: As for the buffer itself, of the steps that are there; None: batches are nested dicts until
-                the first `add_batch`.
-            policy: How to deal out episodes.
-            incomplete: What becomes of open, headless and cut episodes.
-            options: As for the buffer itself, ``rank`` and ``world_size`` among them.
+            num_environments: Number of environments of this rank.
+            max_length: Steps to keep per environment; more if an environment received more in a redistribution.
+            data_spec: As for the constructor; must match the stored steps. None: batches are nested dicts until the
+                first `add_batch`.
+            policy: How to redistribute episodes.
+            incomplete: What happens to open, headless and cut episodes.
+            options: Options of the constructor, ``rank`` and ``world_size`` among them.
 
         Raises:
-            DataError: The steps that are there are none of ALF's, or not as ``data_spec`` says.
+            DataError: The stored steps are not those of ALF, or do not match ``data_spec``.
         """
-        buffer = cls(_LATER, num_environments, max_length, url=url, **options)
-        given, store = with_ranks(buffer._given), buffer._store()
-        _check_names(store.schema or ())
+        buffer = cls(_OPEN_LATER, num_environments, max_length, url=url, **options)
+        passed_options, store = with_ranks(buffer._passed_options), buffer._open_store()
+        check_field_names(store.schema or ())
         if store.schema is not None and data_spec is not None:
-            _check_alike(_schema_of(nests.flat(data_spec), n_lead=0), store.schema)
+            check_same_fields(schema_of_step(leaves_by_path(data_spec), n_leading_axes=0), store.schema)
         found = checkpoints.find(store.snapshot.storage, checkpoint)
-        is_anew = policy is not None or (found.n_ranks or 1) != (given["world_size"] or 1)
-        n_envs = num_environments if is_anew else None
+        is_redistributed = policy is not None or (found.n_ranks or 1) != (passed_options["world_size"] or 1)
+        n_envs = num_environments if is_redistributed else None
         how: dict[str, Any] = {"policy": policy, "incomplete": incomplete, "n_envs": n_envs}
-        memory = Buffer.resume(url, found.id, **how, **buffer._options, **given)
-        fates = (incomplete,) if isinstance(incomplete, str) else incomplete.values()
-        buffer._enter(memory, is_anew=is_anew or "drop" in fates)
-        buffer._form = None if data_spec is None else _paths_of(data_spec)
+        memory = Buffer.resume(url, found.id, **how, **buffer._own_options, **passed_options)
+        treatments = (incomplete,) if isinstance(incomplete, str) else incomplete.values()
+        buffer._attach(memory, redistributed=is_redistributed or "drop" in treatments)
+        buffer._steps.form = None if data_spec is None else nest_of_paths(data_spec)
         return buffer
 
-    def _store(self) -> Store:
-        how = {name: value for name, value in self._given.items() if name in ("storage_options", "fsync")}
-        return open_store(self._url, **how)
+    def _open_store(self) -> Store:
+        given = {k: value for k, value in self._passed_options.items() if k in ("storage_options", "fsync")}
+        return open_store(self._url, **given)
 
-    def _join(self) -> None:
-        """Go on with the steps of a store, if there is one that has any."""
+    def _open_existing(self) -> None:
+        """Continue with the steps of an existing store; does nothing if there is no store or it has no fields."""
         try:
-            schema = None if self._is_private else self._store().schema
+            schema = None if self._is_private else self._open_store().schema
         except StoreNotFoundError:
             return
         if schema is not None:
-            _check_names(schema)
+            check_field_names(schema)
             self._open(schema)
 
     def _open(self, schema: Schema) -> None:
-        self._enter(Buffer(self._url, schema=schema, seed=self._seed, **self._options, **self._given))
+        options = {**self._own_options, **self._passed_options}
+        self._attach(Buffer(self._url, schema=schema, seed=self._seed, **options))
 
-    def _enter(self, buffer: Buffer, *, is_anew: bool = False) -> None:
-        """Go on with a buffer and what it holds, which may have been dealt out to the rows anew."""
+    def _attach(self, buffer: Buffer, *, redistributed: bool = False) -> None:
+        """Use a buffer and the steps that it holds; closes the buffer if that fails."""
         assert buffer.schema is not None
-        names = ("step_type", "discount", "env_id")
-        self._paths = {name: nests.leaf_path(buffer.schema, name) for name in names}
-        self._steps = Windows(squeeze=True, fields=tuple(path for path in buffer.schema if path != _POSITION))
+        self._step_type = str(shallowest_path(buffer.schema, "step_type"))
+        self._discount = shallowest_path(buffer.schema, "discount")
         self._stream = buffer.streams.index(buffer.stream)
+        n_envs, length = len(self._rings), self._rings.length
         try:
             if buffer.options.priorities is not None:
-                begin_priorities(buffer, self._sampling.initial_priority)
-            self._rows = self._laid(buffer, is_anew)
-            self._draws = Draws(buffer, self._rows, self._sampling)
+                set_initial_priority(buffer, self._draw_options.initial_priority)
+            self._rings = recover_rings(buffer, self._step_type, n_envs, length, redistributed=redistributed)
+            self._draws = WindowDraws(buffer, self._rings, self._draw_options)
         except BaseException:
             buffer.close()
             raise
+        self._reader = StepReader(buffer, self._rings, self.device)
         self._buffer = buffer
         if not self._is_private:
-            end_with_process(self, ReplayBuffer.flush)
-
-    def _laid(self, buffer: Buffer, is_anew: bool) -> Rows:
-        """Rows with all that a buffer holds: where it was, or where nothing ever was."""
-        n, length, unused = len(self._rows), self._rows.length, unused_position(buffer)
-        if not len(buffer):
-            return Rows(n, length, unused)
-        steps = self._recorded(buffer)
-        unused = max(unused, int(steps.position.max()) + 1)
-        laid = steps.laid(unused, is_anew)
-        moved = laid.take(laid.position != steps.position)
-        if len(moved.row):
-            keep_column(buffer, _MOVED, np.stack([moved.stream, moved.episode, moved.t], 1), moved.position)
-            length = max(length, int(np.bincount(moved.row).max()))  # a row keeps what it was dealt
-        return Rows.of(n, length, laid, unused)
-
-    def _recorded(self, buffer: Buffer) -> Steps:
-        """All steps of a buffer, in order."""
-        kind = str(self._paths["step_type"])
-        windows = Windows(squeeze=True, fields=(kind, _POSITION), provenance=True)
-        blocks, numbers = [], random_numbers(buffer)
-        counter = numbers.counter
-        for batch in buffer.epoch(_BLOCK, windows, shuffle=False):
-            step_type, recorded = flatten(batch)[kind], batch[_POSITION]
-            moved = batch.get(_MOVED, recorded)
-            position = torch.where(moved < 0, recorded, moved)
-            is_end = step_type == StepType.FIRST, step_type == StepType.LAST
-            row, handles = batch["provenance"]["env"], batch["index"].unbind(1)
-            blocks.append((row, *handles, recorded, position, *is_end))
-        numbers.counter = counter  # the iterator took some, and nothing was drawn
-        steps = Steps(*(torch.cat(column).cpu().numpy() for column in zip(*blocks, strict=True)))
-        if steps.row.max() >= len(self._rows):
-            raise DataError(
-                f"num_environments: {len(self._rows)} rows, but what was saved has {steps.row.max() + 1}; give a"
-                " policy to deal the episodes out anew"
-            )
-        return steps
+            finish_at_exit(self, ReplayBuffer.flush)
 
     # ---- adding
 
     @property
     def memory(self) -> Buffer:
-        """The buffer behind, for whatever this face has no method for."""
+        """The underlying `trajstore.ReplayBuffer`.
+
+        Raises:
+            NotReadyError: It does not exist yet, because the fields of a step are not known.
+        """
         if self._buffer is None:
             raise NotReadyError("the buffer is empty: add experience first, or give a data_spec")
         return self._buffer
 
-    def add_batch(self, batch: Any, env_ids: Any = None, blocking: bool = False) -> None:
-        """Add one step to each of some rows.
+    @property
+    def _steps(self) -> StepReader:
+        if self._reader is None:
+            raise NotReadyError("the buffer is empty: add experience first, or give a data_spec")
+        return self._reader
 
-        FIRST begins an episode, and ends one that was not ended as truncated; LAST ends one: as terminated where
-        ``discount`` is 0 or missing, as truncated else.
+    def add_batch(self, batch: Any, env_ids: Any = None, blocking: bool = False) -> None:
+        """Add one step to each of some environments.
+
+        FIRST begins an episode; if the environment's episode is still open, that one ends as truncated. LAST ends
+        an episode: as terminated if ``discount`` is 0 or missing, otherwise as truncated.
 
         Args:
             batch: A nest of tensors ``[B, ...]``.
-            env_ids: The rows, ``[B]``, each at most once; None: all of them.
-            blocking: Accepted, as long as it is False: a full row gives up its oldest step.
+            env_ids: The environments, ``[B]``, each at most once; None: all of them.
+            blocking: Must be False: a full ring drops its oldest step.
 
         Raises:
-            DataError: Something is not as in the batches before; nothing was added.
+            DataError: The batch differs from earlier batches; nothing was added.
         """
         if blocking:
-            raise ValueError("blocking: rows give up their oldest steps, so there is nothing to wait for")
+            raise ValueError(
+                "blocking: expected False, got True; full rings drop their oldest steps, so no call waits"
+            )
         with self._lock:
-            row, step = self._checked_rows(env_ids), nests.flat(batch)
+            env, step = self._checked_envs(env_ids), leaves_by_path(batch)
             if self._buffer is None:
-                schema = _schema_of(step, n_lead=1)
-                _check_steps(schema, {**step, _POSITION: row}, len(row))  # before it decides what steps are like
+                schema = schema_of_step(step, n_leading_axes=1)
+                check_steps(schema, {**step, POSITION: env}, len(env))  # a bad first batch must not fix the fields
                 self._open(schema)
-            rows = self._rows
-            if rows.n_over >= max(_LEAST_SWEEP, len(rows) * rows.length // _SWEEP):
-                self._sweep()  # first, since it may fail: then nothing was added
-            is_first, is_last, terminated = self._kinds(step, len(row))
-            step[_POSITION] = rows.stop[row]
-            self._end_open(row[is_first & rows.is_open(row)], step, len(row))
-            envs = range(len(rows)) if np.array_equal(row, np.arange(len(rows))) else row  # the former is known
+            rings = self._rings
+            if rings.n_dropped >= max(_MIN_EVICTION, len(rings) * rings.length // _EVICTION_PART):
+                self._evict_dropped()  # first, because it may fail: then nothing was added
+            is_first, is_last, terminated = classify_steps(step, self._step_type, self._discount, len(env))
+            step[POSITION] = rings.stop[env]
+            self._end_open(env[is_first & rings.is_open(env)], step, len(env))
+            is_all = np.array_equal(env, np.arange(len(rings)))
+            envs = range(len(rings)) if is_all else env  # `append` checks an equal range only once
             truncated = is_last & ~terminated
             added: Any = self.memory.append(nest(step), envs=envs, terminated=terminated, truncated=truncated)
-            rows.add(row, self._stream, (added.episode, added.t), is_first, is_last)
-            self._form = _paths_of(batch) if self._form is None else self._form
+            rings.add(env, self._stream, (added.episode, added.t), is_first, is_last)
+            if self._steps.form is None:
+                self._steps.form = nest_of_paths(batch)
 
-    def _checked_rows(self, env_ids: Any) -> Array:
-        n = len(self._rows)
-        row = np.arange(n) if env_ids is None else as_array("env_ids", env_ids)[0]
-        if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):
-            raise DataError(f"env_ids: expected some integers [B], got {row.dtype} of shape {row.shape}")
-        if row.min() < 0 or row.max() >= n:
-            raise DataError(f"env_ids: expected 0 to {n - 1}, got {row.min()} to {row.max()}")
-        if np.bincount(row).max() > 1:
-            raise DataError(f"env_ids: expected each row once, got {row.tolist()!s:.80}")
-        return row.astype(np.int64)
+    def _checked_envs(self, env_ids: Any) -> Array:
+        n = len(self._rings)
+        env = np.arange(n) if env_ids is None else as_array("env_ids", env_ids)[0]
+        if env.ndim != 1 or env.dtype.kind not in "iu" or not len(env):
+            raise DataError(f"env_ids: expected some integers [B], got {env.dtype} of shape {env.shape}")
+        if env.min() < 0 or env.max() >= n:
+            raise DataError(f"env_ids: expected 0 to {n - 1}, got {env.min()} to {env.max()}")
+        if np.bincount(env).max() > 1:
+            raise DataError(f"env_ids: expected each environment once, got {env.tolist()!s:.80}")
+        return env.astype(np.int64)
 
-    def _kinds(self, step: Mapping[str, Any], n: int) -> tuple[Array, Array, Array]:
-        """Which steps are first, which last, and which of these terminated."""
-        kind, discount = (step.get(path or "") for path in (self._paths["step_type"], self._paths["discount"]))
-        kind = _one_each("step_type", () if kind is None else kind, n)
-        is_last = kind == StepType.LAST
-        is_over = True if discount is None else _one_each("discount", discount, n) == 0
-        return kind == StepType.FIRST, is_last, is_last & is_over
-
-    def _end_open(self, row: Array, step: Mapping[str, Any], n: int) -> None:
-        """End episodes that got no LAST before the next one begins."""
-        if not len(row):
+    def _end_open(self, envs: Array, step: Mapping[str, Any], n_envs: int) -> None:
+        """End episodes without a LAST, because a FIRST follows."""
+        if not len(envs):
             return
         schema = self.memory.schema
         assert schema is not None
-        _check_steps(schema, step, n)  # before anything is changed
-        for env in row.tolist():
+        check_steps(schema, step, n_envs)  # before anything is changed
+        for env in envs.tolist():
             self.memory.end_episode(env, truncated=True)
-            self._rows.end(env)  # at once: what follows may fail, and be tried again
+            self._rings.end_episode(env)  # at once, because a later call may fail and `add_batch` be called again
 
-    def _sweep(self) -> None:
-        """Let the store give up what rows have given up."""
-        sweep(self.memory, self._rows)
+    def _evict_dropped(self) -> None:
+        evict_dropped_steps(self.memory, self._rings)
 
     def clear(self, env_ids: Any = None) -> None:
-        """Forget all steps of some rows, or of all; their positions and open episodes go on."""
+        """Remove all steps of some environments, or of all; their positions and open episodes continue."""
         with self._lock:
-            self._rows.clear(self._checked_rows(env_ids))
+            self._rings.clear(self._checked_envs(env_ids))
             if self._draws is not None:
-                if self._draws.priorities is not None:
-                    self._draws.priorities.forget()
-                self._sweep()
+                if self._draws.prioritised is not None:
+                    self._draws.prioritised.discard_trees()
+                self._evict_dropped()
 
     # ---- drawing
 
     def get_batch(
         self, batch_size: int, batch_length: int, *, relabel: Hindsight | None = None
     ) -> tuple[Any, BatchInfo]:
-        """Draw windows; they go on into the next episode of their row.
+        """Draw windows; a window may continue into the next episode of its environment.
 
         Args:
-            batch_size: How many.
-            batch_length: Steps of each.
-            relabel: Give some windows goals that were achieved; where one goes on into another episode, that part
-                is seen by itself. Paths of fields are as ``observation/desired_goal``.
+            batch_size: Number of windows.
+            batch_length: Steps per window.
+            relabel: Replace goals of some windows by achieved goals. Where a window continues into another episode,
+                that part is relabelled by itself. Paths of fields are written as ``observation/desired_goal``.
 
         Returns:
-            A nest of tensors ``[batch_size, batch_length, ...]``, and where they come from.
+            A nest of tensors ``[batch_size, batch_length, ...]``, and where the windows come from.
 
         Raises:
-            NotReadyError: No row has so many steps that follow each other.
+            NotReadyError: No environment has that many consecutive steps.
         """
         check_positive("batch_size", batch_size)
         check_positive("batch_length", batch_length)
         with self._lock:
             if self._draws is None:
                 raise NotReadyError("the buffer is empty: add experience before drawing from it")
-            if relabel is not None and relabel.strategy in ("episode", "random") and self._rows.n_over:
-                self._sweep()  # they look for goals in all that the store has
+            if relabel is not None and relabel.strategy in ("episode", "random") and self._rings.n_dropped:
+                self._evict_dropped()  # these strategies take goals from all steps in the store
             drawn = self._draws.draw(batch_size, batch_length)
-            values = self._windows(drawn.row, drawn.position, batch_length, relabel)
-            env_ids, positions = self._tensors(drawn.row, drawn.position)
+            values = self._steps.windows(drawn.env, drawn.position, batch_length, relabel)
+            env_ids, positions = to_tensors(self.device, drawn.env, drawn.position)
             weight = () if drawn.weight is None else drawn.weight
-            return self._nested(values), BatchInfo(env_ids, positions, weight, self)
-
-    def _windows(
-        self, row: Array, position: Array, length: int, relabel: Hindsight | None
-    ) -> dict[str, torch.Tensor]:
-        """Fields of windows that start at steps, by path."""
-        parts = self._rows.parts(row, position, length)
-        handles = torch.from_numpy(self._rows.handles(parts.row, parts.position))
-        batch = flatten(self.memory.at(handles, _inside_episodes(length, self._steps.fields), relabel=relabel))
-        values = {path: batch[path] for path in self._steps.fields or ()}
-        if len(parts.window) > len(row):
-            to, from_ = self._tensors(*parts.joints(len(row), length))
-            for path, value in values.items():
-                steps = value.flatten(0, 1)
-                steps.index_copy_(0, to, steps.index_select(0, from_))
-                values[path] = value[: len(row)]
-        return self._with_rows(values, np.repeat(row[:, None], length, 1))
+            return self._steps.nested(values), BatchInfo(env_ids, positions, weight, self)
 
     def update_priority(self, env_ids: Any, positions: Any, priorities: torch.Tensor) -> None:
-        """Set the priorities of windows that start at steps; of those that rows gave up meanwhile, nothing is set.
+        """Set the priorities of windows by their first steps; steps that were dropped are ignored.
 
-        A priority of exactly 0 means never. Where a step is named twice, the last one counts.
+        A window of priority 0 is never drawn. If a step is named twice, the last priority counts.
+
+        Raises:
+            ValueError: The buffer was created without ``prioritized_sampling``.
         """
         with self._lock:
-            if self._draws is None or self._draws.priorities is None:
-                raise ValueError("this buffer has no priorities; make it with prioritized_sampling=True")
-            row, position = self._places(env_ids, positions, is_strict=False)
-            here = self._rows.has(row, position)
-            chosen = torch.from_numpy(here).to(priorities.device)
-            self._draws.priorities.update(row[here], position[here], priorities[chosen])
+            if self._draws is None or self._draws.prioritised is None:
+                raise ValueError("this buffer has no priorities; create it with prioritized_sampling=True")
+            env, position = self._checked_steps(env_ids, positions, must_exist=False)
+            is_held = self._rings.has(env, position)
+            chosen = torch.from_numpy(is_held).to(priorities.device)
+            self._draws.prioritised.update_priorities(env[is_held], position[is_held], priorities[chosen])
 
     @property
     def initial_priority(self) -> torch.Tensor:
-        """That of new steps: the largest that there has been."""
-        priorities = None if self._draws is None else self._draws.priorities
-        return torch.tensor(self._sampling.initial_priority if priorities is None else priorities.initial_priority)
+        """The priority of new steps: the largest so far."""
+        prioritised = None if self._draws is None else self._draws.prioritised
+        return torch.tensor(
+            self._draw_options.initial_priority if prioritised is None else prioritised.initial_priority
+        )
 
     # ---- finding steps
 
     def steps_to_episode_end(self, pos: Any, env_ids: Any) -> torch.Tensor:
-        """How many steps follow in the same episode, as far as it has been recorded."""
+        """Return how many steps of the same episode follow each step, as far as it has been recorded."""
         with self._lock:
-            row, position = self._places(env_ids, pos)
-            return self._tensors(self._rows.ends(row, position) - position)[0]
+            env, position = self._checked_steps(env_ids, pos)
+            return to_tensors(self.device, self._rings.episode_ends(env, position) - position)[0]
 
     def get_episode_begin_position(self, pos: Any, env_ids: Any) -> torch.Tensor:
-        """Where the episodes of steps began; that step may have been given up."""
+        """Return the positions at which the episodes of steps began; those first steps may be dropped."""
         with self._lock:
-            row, position = self._places(env_ids, pos)
-            return self._tensors(self._rows.begins(row, position))[0]
+            env, position = self._checked_steps(env_ids, pos)
+            return to_tensors(self.device, self._rings.episode_begins(env, position))[0]
 
     def get_earliest_position(self, env_ids: Any) -> torch.Tensor:
-        """The position of the oldest step that rows have."""
+        """Return the position of the oldest step of each of some environments."""
         with self._lock:
-            return self._tensors(self._rows.first[torch.as_tensor(env_ids).cpu().numpy()])[0]
+            return to_tensors(self.device, self._rings.first[torch.as_tensor(env_ids).cpu().numpy()])[0]
 
     def get_current_position(self) -> torch.Tensor:
-        """By row, the position of the next step."""
+        """Return the position of each environment's next step."""
         with self._lock:
-            return self._tensors(self._rows.stop.copy())[0]
+            return to_tensors(self.device, self._rings.stop.copy())[0]
 
     def get_field(self, field_name: Any, env_ids: Any, positions: Any) -> Any:
-        """Some fields of steps: a name with dots (``"observation.achieved_goal"``), or a nest of names.
+        """Return fields of steps, by a name with dots (``"observation.achieved_goal"``) or a nest of such names.
 
         Raises:
-            IndexError: There is no such step.
-            KeyError: There is no such field.
+            IndexError: A step is not in the buffer.
+            KeyError: A field does not exist.
         """
         with self._lock:
-            row, position = self._places(env_ids, positions)
-            asked = {at: name.replace(".", "/") for at, name in nests.flat(field_name).items()}
-            forms = {path: nests.part_of(self._form_of_steps(), path) for path in asked.values()}
-            paths = dict.fromkeys(leaf for form in forms.values() for leaf in nests.flat(form).values())
-            values = self._values(row, position, tuple(paths))
-            found = {path: nests.mapped(form, values.__getitem__) for path, form in forms.items()}
-            return nests.rebuilt(field_name, lambda at: found[asked[at]])
+            env, position = self._checked_steps(env_ids, positions)
+            return self._steps.named_fields(field_name, env, position)
 
     def gather_all(self, ignore_earliest_frames: bool = False) -> tuple[Any, BatchInfo]:
-        """All steps of all rows, oldest first: ``[num_environments, T, ...]``, T being those of the fullest row.
+        """Return all steps, oldest first: ``[num_environments, T, ...]``; T is the size of the fullest environment.
 
-        Shorter rows are filled up with zeros; ``valid`` of the info says which steps exist.
+        Environments with fewer steps are padded with zeros; ``valid`` of the info says which steps exist.
         """
         with self._lock:
-            low = self._rows.first + (self._sampling.n_ignored if ignore_earliest_frames else 0)
-            steps = low[:, None] + np.arange(max(0, int((self._rows.stop - low).max())))
-            row = np.repeat(np.arange(len(low))[:, None], steps.shape[1], 1)
-            valid = self._rows.has(row, steps)
+            low = self._rings.first + (self._draw_options.n_ignored if ignore_earliest_frames else 0)
+            position = low[:, None] + np.arange(max(0, int((self._rings.stop - low).max())))
+            env = np.repeat(np.arange(len(low))[:, None], position.shape[1], 1)
+            valid = self._rings.has(env, position)
             if not valid.any():
                 raise NotReadyError("the buffer is empty: add experience first")
-            values = self._values(row[valid], steps[valid])
-            env_ids, positions, mask = self._tensors(np.arange(len(low)), low, valid)
+            values = self._steps.values(env[valid], position[valid])
+            env_ids, positions, mask = to_tensors(self.device, np.arange(len(low)), low, valid)
             whole = {path: value.new_zeros((*mask.shape, *value.shape[1:])) for path, value in values.items()}
             for path, value in values.items():
                 whole[path][mask] = value
-            return self._nested(whole), BatchInfo(env_ids, positions, replay_buffer=self, valid=mask)
+            return self._steps.nested(whole), BatchInfo(env_ids, positions, replay_buffer=self, valid=mask)
 
     @property
     def total_size(self) -> torch.Tensor:
-        """Steps of all rows."""
+        """The number of steps of all environments together."""
         with self._lock:
-            return torch.tensor(int(self._rows.sizes.sum()))
+            return torch.tensor(int(self._rings.sizes.sum()))
 
     @property
     def current_size(self) -> torch.Tensor:
-        """Steps by row."""
+        """The number of steps of each environment."""
         with self._lock:
-            return self._tensors(self._rows.sizes)[0]
+            return to_tensors(self.device, self._rings.sizes)[0]
 
     @property
     def num_environments(self) -> int:
-        return len(self._rows)
+        return len(self._rings)
 
     @property
     def max_length(self) -> int:
-        """Steps that a row keeps; after resuming with fewer ranks maybe more than was asked for."""
-        return self._rows.length
+        """Steps to keep per environment; after resuming with fewer ranks it may be larger than requested."""
+        return self._rings.length
 
     @property
     def device(self) -> str:
-        return str(self._options["device"])
+        return str(self._own_options["device"])
 
-    def _places(self, env_ids: Any, positions: Any, *, is_strict: bool = True) -> tuple[Array, Array]:
-        """Rows and positions, of one shape.
+    def _checked_steps(self, env_ids: Any, positions: Any, *, must_exist: bool = True) -> tuple[Array, Array]:
+        """Return environments and positions as arrays of one shape.
 
         Raises:
-            IndexError: There is no such row or, where ``is_strict``, no such step.
+            IndexError: An environment does not exist or, with ``must_exist``, a step does not.
         """
-        row, position = np.broadcast_arrays(*(np.asarray(torch.as_tensor(a).cpu()) for a in (env_ids, positions)))
-        row, position = row.astype(np.int64), position.astype(np.int64)
-        is_row = (row >= 0) & (row < len(self._rows))
-        here = is_row if not is_strict else is_row & self._rows.has(np.where(is_row, row, 0), position)
-        if not here.all():
-            lost = int(np.flatnonzero(~here)[0])
-            env, at = int(row.flat[lost]), int(position.flat[lost])
-            has = f"{self._rows.first[env]} to {self._rows.stop[env] - 1}" if is_row.flat[lost] else "none"
-            raise IndexError(f"env {env}, position {at}: no such step; that row has {has}")
-        return row, position
-
-    def _values(
-        self, row: Array, position: Array, fields: tuple[str, ...] | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Fields of steps that are here, by path, with the axes of ``position`` in front."""
-        windows = self._steps if fields is None else Windows(squeeze=True, fields=fields)
-        paths, schema = windows.fields or (), self.memory.schema
-        assert schema is not None
-        if not position.size:
-            empty = functools.partial(torch.empty, device=self.device)
-            return {p: empty((*row.shape, *schema[p].shape), dtype=getattr(torch, schema[p].dtype)) for p in paths}
-        handles = torch.from_numpy(self._rows.handles(row, position).reshape(-1, 3))
-        batch = flatten(self.memory.at(handles, windows))
-        shaped = {path: batch[path].reshape((*row.shape, *batch[path].shape[1:])) for path in paths}
-        return self._with_rows(shaped, row)
-
-    def _with_rows(self, values: dict[str, torch.Tensor], row: Array) -> dict[str, torch.Tensor]:
-        """The same with ids of the rows that steps are in now, which may not be those that recorded them."""
-        path = self._paths["env_id"]
-        if path in values and values[path].shape == row.shape:
-            values[path] = self._tensors(row)[0].to(values[path].dtype)
-        return values
-
-    def _form_of_steps(self) -> Any:
-        """A nest of paths."""
-        return nest({path: path for path in self._steps.fields or ()}) if self._form is None else self._form
-
-    def _nested(self, values: Mapping[str, torch.Tensor]) -> Any:
-        """Fields of steps as the nest that they came as."""
-        return nests.rebuilt(self._form_of_steps(), values.__getitem__)
-
-    def _tensors(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.from_numpy(np.asarray(array, order="C")).to(self.device) for array in arrays)
+        env, position = np.broadcast_arrays(*(np.asarray(torch.as_tensor(a).cpu()) for a in (env_ids, positions)))
+        env, position = env.astype(np.int64), position.astype(np.int64)
+        is_env = (env >= 0) & (env < len(self._rings))
+        exists = is_env if not must_exist else is_env & self._rings.has(np.where(is_env, env, 0), position)
+        if not exists.all():
+            bad = int(np.flatnonzero(~exists)[0])
+            number, at = int(env.flat[bad]), int(position.flat[bad])
+            held = f"{self._rings.first[number]} to {self._rings.stop[number] - 1}" if is_env.flat[bad] else "none"
+            raise IndexError(f"env {number}, position {at}: no such step; that environment has {held}")
+        return env, position
 
     # ---- durability
 
     def save_checkpoint(self, name: str = "checkpoint", *, wait: bool = False, keep_last: int | None = None) -> str:
-        """Name the state of this moment, of all ranks or none; see `trajstore.ReplayBuffer.save_checkpoint`."""
+        """Save the state of all ranks or of none under a name; see `trajstore.ReplayBuffer.save_checkpoint`."""
         with self._lock:
             buffer = self.memory
-            self._sweep()
+            self._evict_dropped()
         return buffer.save_checkpoint(name, wait=wait, keep_last=keep_last)
 
     def flush(self) -> None:
-        """Make everything that was added durable."""
+        """Make all added steps durable."""
         self.memory.flush()
 
     def close(self) -> None:
-        """Release memory and threads; what is at a URL stays there."""
+        """Release memory and threads; data at a URL stays there."""
         if self._buffer is not None:
             self._buffer.close()
-        self._forget()
+        self._free()
 
-    def _forget(self) -> None:
-        has_ended(self)
+    def _free(self) -> None:
+        cancel_finish_at_exit(self)
         if self._is_private:
-            forget(self._url)
+            free_private_store(self._url)
 
     def __enter__(self) -> ReplayBuffer:
         return self
@@ -593,65 +494,4 @@ class ReplayBuffer:
             if self._buffer is not None:
                 self._buffer.__exit__(kind, error, trace)
         finally:
-            self._forget()
-
-
-def _check_names(paths: Iterable[str]) -> None:
-    """Refuse steps that are not ALF's."""
-    if missing := [name for name in ("step_type", _POSITION) if nests.leaf_path(paths, name) is None]:
-        raise DataError(f"expected a field '{missing[0]}', got {', '.join(paths) or 'none'}")
-
-
-def _schema_of(leaves: Mapping[str, Any], n_lead: int) -> Schema:
-    """That of steps like this one, whose leaves have so many leading axes.
-
-    Raises:
-        DataError: No steps can be like that.
-    """
-    fields = {path: Field(leaf.dtype, tuple(leaf.shape)[n_lead:]) for path, leaf in leaves.items()}
-    for path in fields:
-        if path.partition("/")[0] in {*RESERVED, _POSITION, _MOVED}:
-            raise DataError(f"field '{path}': something else has that name in the store or in batches; rename it")
-    fields[_POSITION] = Field("int64")
-    _check_names(fields)
-    for leaf in ("step_type", "discount"):
-        at = nests.leaf_path(fields, leaf)
-        if at is not None and fields[at].shape:
-            raise DataError(f"field '{at}': expected one number for each row, got shape {fields[at].shape}")
-    return Schema(nest(fields), reward=nests.leaf_path(fields, "reward"), reward_alignment="observation")
-
-
-def _check_alike(given: Schema, stored: Schema) -> None:
-    """Refuse a spec of other steps than those that are there."""
-    check_paths(stored.fields, given.fields)
-    for path, field in stored.fields.items():
-        if (field.dtype, field.shape) != (given[path].dtype, given[path].shape):
-            raise DataError(
-                f"data_spec, field '{path}': expected {field.dtype} of shape {field.shape}, as in the store, got"
-                f" {given[path].dtype} of shape {given[path].shape}"
-            )
-
-
-def _check_steps(schema: Schema, step: Mapping[str, Any], n: int) -> None:
-    """Refuse a batch that could not be appended."""
-    check_paths(schema.fields, step)
-    for path, field in schema.fields.items():
-        checked(path, field, step[path], (n,))
-
-
-def _one_each(name: str, value: Any, n: int) -> Array:
-    array = as_array(name, value)[0]
-    if array.shape != (n,):
-        raise DataError(f"{name}: expected one for each of {n} rows, got shape {array.shape}")
-    return array
-
-
-def _paths_of(nest: Any) -> Any:
-    """A nest with the path of each leaf in its place."""
-    return nests.rebuilt(nest, lambda path: path)
-
-
-@functools.lru_cache(64)
-def _inside_episodes(length: int, fields: tuple[str, ...] | None) -> Windows:
-    """Windows as far as the episode goes that they start in."""
-    return Windows(length=length, boundary="pad_right", fields=fields)
+            self._free()

@@ -1,4 +1,4 @@
-"""Endless batches from a replay buffer, half of them from demonstrations where there are any."""
+"""Endless batches from a replay buffer; optionally, half of each batch comes from demonstrations."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from torch.utils.data import IterableDataset
 
 from trajstore.arguments import check_positive
 from trajstore.compat.rlinf.buffer import TrajectoryReplayBuffer
-from trajstore.compat.rlinf.names import flat, nested
+from trajstore.compat.rlinf.field_paths import from_paths, to_paths
 from trajstore.errors import DataError, NotReadyError
 
 Batch = dict[str, Any]
 
-_LOOK_S = 0.05  # how often to look whether there is enough to sample from
+_POLL_S = 0.05  # seconds between checks whether the buffers are ready
 
 
 class ReplayBufferDataset(IterableDataset[Batch]):
-    """Batches without an end; waits until both buffers are ready.
+    """Yields batches without end; waits until both buffers are ready.
 
     Args:
-        replay_buffer: What to sample from.
-        demo_buffer: Half of every batch comes from here; of an odd number, the smaller half.
-        batch_size: Of a batch.
+        replay_buffer: The buffer to sample from.
+        demo_buffer: The buffer of demonstrations, from which half of every batch comes; of an odd batch size, the
+            smaller half.
+        batch_size: Transitions per batch.
         min_replay_buffer_size: Trajectories to wait for.
-        min_demo_buffer_size: The same for the demonstrations.
-        other: Accepted, and without a meaning.
+        min_demo_buffer_size: Trajectories of demonstrations to wait for.
+        other: Accepted for compatibility, and ignored.
     """
 
     def __init__(
@@ -39,17 +40,17 @@ class ReplayBufferDataset(IterableDataset[Batch]):
         batch_size: int,
         min_replay_buffer_size: int,
         min_demo_buffer_size: int,
-        **other: Any,
+        **other: object,
     ) -> None:
         check_positive("batch_size", batch_size)
         if demo_buffer is not None and batch_size < 2:
-            raise ValueError("batch_size: half of it comes from the demonstrations; expected at least 2, got 1")
-        self._sources = [(replay_buffer, batch_size, min_replay_buffer_size)]
+            raise ValueError("batch_size: expected at least 2, as half of it comes from the demonstrations, got 1")
+        self._parts = [(replay_buffer, batch_size, min_replay_buffer_size)]
         if demo_buffer is not None:
             n_demos = batch_size // 2
             if demo_buffer.seed == replay_buffer.seed:
                 demo_buffer.draw_apart()
-            self._sources = [
+            self._parts = [
                 (replay_buffer, batch_size - n_demos, min_replay_buffer_size),
                 (demo_buffer, n_demos, min_demo_buffer_size),
             ]
@@ -59,24 +60,24 @@ class ReplayBufferDataset(IterableDataset[Batch]):
         while not self._is_closed.is_set():
             batch = self._next()
             if batch is None:
-                self._is_closed.wait(_LOOK_S)
+                self._is_closed.wait(_POLL_S)
             else:
                 yield batch
 
     def _next(self) -> Batch | None:
-        """A batch; None while there is not enough to sample from."""
+        """Return a batch; None while the buffers are not ready."""
         if not self._is_ready():
             return None
         try:
             return self._batch()
-        except NotReadyError:  # somebody has cleared a buffer just now, and may have filled it again
+        except NotReadyError:  # another thread just cleared a buffer, and may have filled it again
             return self._batch() if self._is_ready() else None
 
     def _is_ready(self) -> bool:
-        return all(buffer.is_ready(n) for buffer, _, n in self._sources)
+        return all(buffer.is_ready(n) for buffer, _, n in self._parts)
 
     def _batch(self) -> Batch:
-        batches = [buffer.sample(n) for buffer, n, _ in self._sources]
+        batches = [buffer.sample(n) for buffer, n, _ in self._parts]
         return batches[0] if len(batches) == 1 else concat_batch(*batches)
 
     def close(self) -> None:
@@ -85,16 +86,34 @@ class ReplayBufferDataset(IterableDataset[Batch]):
 
 
 class PreloadReplayBufferDataset(ReplayBufferDataset):
-    """The same, with batches made ahead by a thread. What goes wrong there is raised to whoever asks for a batch.
+    """A `ReplayBufferDataset` whose batches a thread prepares in advance.
+
+    An error in the thread is raised by the iteration.
 
     Args:
-        given: As for `ReplayBufferDataset`.
-        prefetch_size: How many batches.
-        named: As for `ReplayBufferDataset`.
+        replay_buffer: The buffer to sample from.
+        demo_buffer: The buffer of demonstrations; see `ReplayBufferDataset`.
+        batch_size: Transitions per batch.
+        min_replay_buffer_size: Trajectories to wait for.
+        min_demo_buffer_size: Trajectories of demonstrations to wait for.
+        prefetch_size: Number of batches to prepare in advance.
+        other: Accepted for compatibility, and ignored.
     """
 
-    def __init__(self, *given: Any, prefetch_size: int = 5, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(
+        self,
+        replay_buffer: TrajectoryReplayBuffer,
+        demo_buffer: TrajectoryReplayBuffer | None,
+        batch_size: int,
+        min_replay_buffer_size: int,
+        min_demo_buffer_size: int,
+        *,
+        prefetch_size: int = 5,
+        **other: object,
+    ) -> None:
+        super().__init__(
+            replay_buffer, demo_buffer, batch_size, min_replay_buffer_size, min_demo_buffer_size, **other
+        )
         check_positive("prefetch_size", prefetch_size)
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(prefetch_size)
         self._thread: threading.Thread | None = None
@@ -105,11 +124,11 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
             self._thread.start()
         while not self._is_closed.is_set():
             try:
-                batch = self._ready.get(timeout=_LOOK_S)
+                batch = self._ready.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
             if isinstance(batch, BaseException):
-                self._put(batch)  # for whoever asks next
+                self._put(batch)  # the next iteration raises it again
                 raise batch
             yield batch
 
@@ -123,7 +142,7 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
     def _put(self, item: Batch | BaseException) -> None:
         while not self._is_closed.is_set():
             try:
-                return self._ready.put(item, timeout=_LOOK_S)
+                return self._ready.put(item, timeout=_POLL_S)
             except queue.Full:
                 continue
         return None
@@ -137,18 +156,18 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
 
 
 def concat_batch(first: Batch, second: Batch) -> Batch:
-    """The rows of two batches, one after the other.
+    """Concatenate two batches.
 
     Raises:
-        DataError: They have not the same fields.
+        DataError: Their fields differ.
     """
-    mine, others = flat(first), flat(second)
-    if odd := sorted(mine.keys() ^ others.keys()):
-        where = "the first" if odd[0] in mine else "the second"
+    left, right = to_paths(first), to_paths(second)
+    if odd := sorted(left.keys() ^ right.keys()):
+        where = "the first" if odd[0] in left else "the second"
         raise DataError(f"batches: '{odd[0]}' is only in {where} of the two")
-    return nested({path: torch.cat([leaf, others[path]]) for path, leaf in mine.items()})
+    return from_paths({path: torch.cat([leaf, right[path]]) for path, leaf in left.items()})
 
 
 def replay_buffer_collate_fn(batch: list[Batch]) -> Batch:
-    """For a DataLoader with ``batch_size=1``: the batch itself."""
+    """Return the only batch of a list: the ``collate_fn`` of a DataLoader with ``batch_size=1``."""
     return batch[0]

@@ -1,4 +1,4 @@
-"""What was made by the newest policies, kept while there is room."""
+"""RLinf's `PriorityStore`: keeps the items that the newest policy versions produced, in memory."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 from trajstore.arguments import check_positive
 
-Priority = tuple[float, float]  # the oldest version of what was made, and the mean
+Priority = tuple[float, float]  # the oldest policy version of an item, and the mean of its versions
 
 
 class PriorityStore:
-    """Keeps the items of the highest priority; what is full drops the lowest. Safe to use from several threads.
+    """Keeps the items of the highest priority; a full store drops the lowest. Safe to use from several threads.
 
     Args:
-        maxsize: How many.
+        maxsize: Number of items to keep.
     """
 
     def __init__(self, maxsize: int) -> None:
         check_positive("maxsize", maxsize)
         self.maxsize = maxsize
-        self._items: list[tuple[Priority, int, Any]] = []  # rising
+        self._items: list[tuple[Priority, int, Any]] = []  # in increasing order of (priority, number)
         self._used: set[int] = set()
         self._numbers = itertools.count()
         self._n_discarded_unused = 0
@@ -34,19 +34,22 @@ class PriorityStore:
         return len(self._items)
 
     def add(self, priority: Priority, data: Any) -> bool:
-        """Keep an item; False where there is no room and all others are higher. Of equals the oldest goes first."""
+        """Add an item; returns False if the store is full and all its items have a higher priority.
+
+        Among items of equal priority, the oldest is dropped first.
+        """
         item = (float(priority[0]), float(priority[1])), next(self._numbers), data
         with self._lock:
             if len(self._items) >= self.maxsize:
                 if item[0] < self._items[0][0]:
                     self._n_discarded_unused += 1
                     return False
-                self._forget(1)
+                self._drop_lowest(1)
             bisect.insort(self._items, item, key=lambda kept: kept[:2])
             return True
 
     def topn(self, n: int) -> list[Any]:
-        """Items of the highest priority, highest first; they stay, and count as used."""
+        """Return the ``n`` items of the highest priority, highest first. They stay, and count as used."""
         check_positive("n", n)
         with self._lock:
             chosen = self._items[: -n - 1 : -1]
@@ -54,29 +57,29 @@ class PriorityStore:
             return [data for _, _, data in chosen]
 
     def remove_below(self, threshold: float) -> int:
-        """Drop the items with something older than a version; returns how many."""
+        """Drop the items whose oldest version is below ``threshold``; returns how many."""
         with self._lock:
             n = bisect.bisect_left(self._items, threshold, key=lambda kept: kept[0][0])
-            self._forget(n)
+            self._drop_lowest(n)
             return n
 
-    def _forget(self, n: int) -> None:
-        gone = {number for _, number, _ in self._items[:n]}
-        self._n_discarded_unused += len(gone - self._used)
-        self._used -= gone
+    def _drop_lowest(self, n: int) -> None:
+        dropped = {number for _, number, _ in self._items[:n]}
+        self._n_discarded_unused += len(dropped - self._used)
+        self._used -= dropped
         del self._items[:n]
 
     def get_metric(self) -> dict[str, Any]:
-        """What part of all steps each version made (``ratio``), and how many items went without use.
+        """Return the share of all steps of each version (``ratio``), and how many items were dropped unused.
 
-        Items without ``versions`` count as one step of their oldest version.
+        An item without ``versions`` counts as one step of its oldest version.
         """
         with self._lock:
             counts: Counter[int] = Counter()
             for priority, _, data in self._items:
                 versions = data.get("versions") if isinstance(data, Mapping) else getattr(data, "versions", None)
-                made = [priority[0]] if versions is None else versions.reshape(-1).tolist()
-                counts.update(int(version) for version in made)
+                step_versions = [priority[0]] if versions is None else versions.reshape(-1).tolist()
+                counts.update(int(version) for version in step_versions)
             total = counts.total()
             ratios: dict[Any, Any] = {version: {"ratio": n / total} for version, n in sorted(counts.items())}
             return {**ratios, "discarded_unused": self._n_discarded_unused}

@@ -1,7 +1,8 @@
-"""RLinf's trajectory: a rollout fragment of B environments, ``[T, B, ...]`` by field, checked and aligned.
+"""RLinf's trajectory: a rollout fragment of B environments, with fields ``[T, B, ...]``.
 
-Flags (`terminations`, `truncations`, `dones`) may come with one row more for each epoch of the rollout, the state
-before its first step; `prev_values` with one row more at the end of each, the value to bootstrap from.
+Flags (`terminations`, `truncations`, `dones`) may have one extra row at the beginning of each epoch of the rollout:
+the state before its first step. `prev_values` may have one extra row at the end of each epoch: the value to
+bootstrap from.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from trajstore.compat.rlinf.names import flat, nested
+from trajstore.compat.rlinf.field_paths import from_paths, to_paths
 from trajstore.errors import DataError
 
-Tensors = dict[str, Any]  # of tensors, nested
+Tensors = dict[str, Any]  # nested dicts of tensors
 
-FLAGS = ("terminations", "truncations", "dones")  # with rows before the first step of an epoch
-VALUES = "prev_values"  # with rows after the last step of an epoch
+FLAGS = ("terminations", "truncations", "dones")  # may have a row before the first step of each epoch
+VALUES = "prev_values"  # may have a row after the last step of each epoch
 PLAIN = ("actions", "intervene_flags", "rewards", "prev_logprobs", "versions")
 GROUPS = ("forward_inputs", "curr_obs", "next_obs")
 FIELDS = (*PLAIN, *FLAGS, VALUES)
@@ -28,7 +29,7 @@ FIELDS = (*PLAIN, *FLAGS, VALUES)
 
 @dataclass
 class Trajectory:
-    """What B environments did for T steps; see the module. Fields that are None are not there."""
+    """T steps of B environments; see the module. A field that is None is missing."""
 
     max_episode_length: int = 0
     model_weights_id: str = ""
@@ -47,10 +48,14 @@ class Trajectory:
 
     @classmethod
     def of(cls, given: Any, what: str = "trajectory") -> Trajectory:
-        """Take a trajectory, a mapping, or anything with such attributes; arrays become tensors.
+        """Convert a trajectory, a mapping, or an object with such attributes; arrays become tensors.
+
+        Args:
+            given: The object to convert.
+            what: What to call it in errors.
 
         Raises:
-            DataError: A field is unknown, or holds something other than tensors.
+            DataError: A field is unknown, or contains a value that is not a tensor.
         """
         if isinstance(given, Trajectory):
             found = {f.name: getattr(given, f.name) for f in fields(cls)}
@@ -58,7 +63,7 @@ class Trajectory:
             found = dict(given)
             if unknown := sorted(set(found) - {f.name for f in fields(cls)}):
                 known = ", ".join(f.name for f in fields(cls))
-                raise DataError(f"{what}: unknown field '{unknown[0]}'; there are {known}")
+                raise DataError(f"{what}: unknown field '{unknown[0]}'; the fields are {known}")
         else:
             found = {f.name: getattr(given, f.name) for f in fields(cls) if hasattr(given, f.name)}
         for name in (*FIELDS, *GROUPS):
@@ -70,36 +75,40 @@ class Trajectory:
 
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
-        """All tensors, by path."""
-        return flat({n: v for n in (*FIELDS, *GROUPS) if (v := getattr(self, n)) is not None})
+        """All tensors, by field path."""
+        return to_paths({n: v for n in (*FIELDS, *GROUPS) if (v := getattr(self, n)) is not None})
 
     @property
     def shape(self) -> tuple[int, int]:
-        """T and B."""
-        given = {path: leaf for path, leaf in self.leaves.items() if path not in (*FLAGS, VALUES)}
-        first = next(iter(given.values()), None)
+        """The number of steps T and of environments B.
+
+        Raises:
+            DataError: No field has one row per step.
+        """
+        candidates = {path: leaf for path, leaf in self.leaves.items() if path not in (*FLAGS, VALUES)}
+        first = next(iter(candidates.values()), None)
         if first is None or first.ndim < 2:
-            raise DataError("trajectory: expected a field with a row for every step (rewards, actions, curr_obs)")
+            raise DataError("trajectory: expected a field with a row for every step, such as rewards or actions")
         return first.shape[0], first.shape[1]
 
     def map(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Trajectory:
-        """The same with every tensor changed, given its path."""
-        return replace(self, **nested({path: change(path, leaf) for path, leaf in self.leaves.items()}))
+        """Return a trajectory whose tensors are ``change(path, tensor)``."""
+        return replace(self, **from_paths({path: change(path, leaf) for path, leaf in self.leaves.items()}))
 
     def aligned(self) -> Trajectory:
-        """The same with a row for every step in every field: flags as after the step, values as before it.
+        """Return a trajectory without extra rows: flags after each step, values before it.
 
         Raises:
-            DataError: The rows of a field fit neither T steps nor whole epochs of them.
+            DataError: A field has neither T rows nor one extra row per epoch.
         """
         n_steps, _ = self.shape
-        return self.map(lambda path, leaf: Epochs.of(path, leaf, n_steps).steps(leaf))
+        return self.map(lambda path, leaf: EpochRows.of(path, leaf, n_steps).step_rows(leaf))
 
     def extract_intervene_traj(self, mode: Literal["any", "all"] = "any") -> list[Trajectory] | None:
-        """The steps that a human took over, one trajectory for each environment that has any.
+        """Return the steps that a human took over, as one trajectory per environment; None if there are none.
 
         Args:
-            mode: Whether ``any`` or ``all`` elements of the action were theirs.
+            mode: Whether ``any`` or ``all`` elements of the action must be the human's.
         """
         if mode not in ("any", "all"):
             raise ValueError(f"mode: expected 'any' or 'all', got {mode!r}")
@@ -116,45 +125,56 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
-class Epochs:
-    """How the rows of a field lie: blocks of one row per step, each with one more before or after."""
+class EpochRows:
+    """The rows of a field: one row per step, and one extra row before or after the steps of each epoch.
 
-    n: int  # blocks with a row more; 0 where there is none
-    length: int  # steps in each
+    Attributes:
+        n: Number of epochs with an extra row; 0 if the field has no extra rows.
+        length: Steps per epoch.
+        is_before: The extra row comes before the steps, not after them.
+    """
+
+    n: int
+    length: int
     is_before: bool
 
     @classmethod
-    def of(cls, path: str, leaf: torch.Tensor, n_steps: int) -> Epochs:
+    def of(cls, path: str, leaf: torch.Tensor, n_steps: int) -> EpochRows:
+        """Derive the epochs from the number of rows of a field.
+
+        Raises:
+            DataError: The field has neither ``n_steps`` rows nor one extra row per epoch.
+        """
         extra = leaf.shape[0] - n_steps
         if extra == 0:
             return cls(0, n_steps, True)
         if path not in (*FLAGS, VALUES) or extra < 0 or n_steps % extra:
-            more = " or whole epochs with one more each" if path in (*FLAGS, VALUES) else ""
-            raise DataError(f"{path}: expected {n_steps} rows{more}, got {leaf.shape[0]}")
+            alternative = " or one extra row for each of several equal epochs" if path in (*FLAGS, VALUES) else ""
+            raise DataError(f"{path}: expected {n_steps} rows{alternative}, got {leaf.shape[0]}")
         return cls(extra, n_steps // extra, path != VALUES)
 
-    def steps(self, leaf: torch.Tensor) -> torch.Tensor:
-        """The rows of the steps."""
+    def step_rows(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Return the row of each step."""
         if not self.n:
             return leaf
         blocks = self._blocks(leaf)
         kept = blocks[:, 1:] if self.is_before else blocks[:, :-1]
         return kept.reshape(-1, *leaf.shape[1:])
 
-    def others(self, leaf: torch.Tensor) -> torch.Tensor:
-        """For each step the row on its other side: before it for flags, after it for values; 0 if there is none."""
+    def neighbour_rows(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Return the row before each step for flags, and after it for values; zeros without extra rows."""
         if not self.n:
             return torch.zeros_like(leaf)
         blocks = self._blocks(leaf)
         kept = blocks[:, :-1] if self.is_before else blocks[:, 1:]
         return kept.reshape(-1, *leaf.shape[1:])
 
-    def join(self, steps: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-        """What `steps` and `others` were taken from."""
+    def join(self, steps: torch.Tensor, neighbours: torch.Tensor) -> torch.Tensor:
+        """Return the rows that `step_rows` and `neighbour_rows` were taken from."""
         if not self.n:
             return steps
         shape = self.n, self.length, *steps.shape[1:]
-        inner, outer = steps.reshape(shape), others.reshape(shape)
+        inner, outer = steps.reshape(shape), neighbours.reshape(shape)
         parts = [outer[:, :1], inner] if self.is_before else [inner, outer[:, -1:]]
         return torch.cat(parts, 1).reshape(-1, *steps.shape[1:])
 
@@ -163,26 +183,26 @@ class Epochs:
 
 
 def get_model_weights_id(versions: torch.Tensor | None) -> str:
-    """A name for the policy versions that a trajectory was made with; the same versions give the same name."""
+    """Return an id for the policy versions of a trajectory; equal versions have equal ids."""
     data = bytes(4) if versions is None else np.ascontiguousarray(versions.detach().cpu().numpy()).tobytes()
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, data.hex()))
 
 
 def convert_trajectories_to_batch(trajectories: Sequence[Any]) -> Tensors:
-    """Put trajectories of as many steps beside each other: ``[T, sum of B, ...]`` by field.
+    """Concatenate trajectories with the same number of steps: ``[T, sum of B, ...]`` by field.
 
     Raises:
-        DataError: One has other fields than the first.
+        DataError: A trajectory has other fields than the first.
     """
     parts = [Trajectory.of(given).leaves for given in trajectories]
     for number, part in enumerate(parts):
         if odd := sorted(part.keys() ^ parts[0].keys()):
             raise DataError(f"trajectory {number}: '{odd[0]}' is in this one or in the first, not in both")
-    return nested({path: torch.cat([part[path] for part in parts], 1) for path in (parts[0] if parts else ())})
+    return from_paths({path: torch.cat([part[path] for part in parts], 1) for path in (parts[0] if parts else ())})
 
 
 def _tensors(value: Any, what: str) -> Any:
-    """Tensors on the CPU, nested as they are; refuses all else."""
+    """Return the same nested dicts with tensors on the CPU; refuses all other values."""
     if isinstance(value, Mapping):
         found = {str(name): _tensors(item, f"{what}/{name}") for name, item in value.items()}
         if len(found) < len(value):
@@ -192,30 +212,30 @@ def _tensors(value: Any, what: str) -> Any:
         value = torch.from_numpy(np.ascontiguousarray(value))
     if not isinstance(value, torch.Tensor):
         raise DataError(
-            f"{what}: expected tensors [T, B, ...], got {type(value).__name__}; leave out what is not numbers"
+            f"{what}: expected tensors [T, B, ...], got {type(value).__name__}; leave out values without numbers"
         )
     if value.ndim < 2:
-        raise DataError(f"{what}: expected a tensor [T, B, ...], got the shape {tuple(value.shape)}")
+        raise DataError(f"{what}: expected a tensor [T, B, ...], got shape {tuple(value.shape)}")
     return value.detach().cpu()
 
 
-def check_alike(trajectories: Iterable[Trajectory]) -> None:
-    """Check that all fields of each have as many steps and environments.
+def check_consistent(trajectories: Iterable[Trajectory]) -> None:
+    """Check that all fields of each trajectory have the same number of steps and environments.
 
     Raises:
-        DataError: One does not; the message names it.
+        DataError: A trajectory's fields differ; the message names the trajectory and the field.
     """
     for number, trajectory in enumerate(trajectories):
         n_steps, n_envs = trajectory.shape
         if not n_steps or not n_envs:
-            raise DataError(f"trajectory {number}: expected steps, got the shape [{n_steps}, {n_envs}]")
+            raise DataError(f"trajectory {number}: expected at least one step, got shape [{n_steps}, {n_envs}]")
         for path, leaf in trajectory.leaves.items():
             try:
-                Epochs.of(path, leaf, n_steps)
+                EpochRows.of(path, leaf, n_steps)
             except DataError as error:
                 raise DataError(f"trajectory {number}, {error}") from None
             if leaf.shape[1] != n_envs:
                 raise DataError(f"trajectory {number}, {path}: expected {n_envs} environments, got {leaf.shape[1]}")
         sizes = {name: len(leaf) for name in FLAGS if (leaf := getattr(trajectory, name)) is not None}
         if len(set(sizes.values())) > 1:
-            raise DataError(f"trajectory {number}, flags: expected as many rows of each, got {sizes}")
+            raise DataError(f"trajectory {number}, flags: expected the same number of rows for each, got {sizes}")

@@ -1,16 +1,19 @@
-"""TorchRL's replay buffers over trajstore: a storage and samplers for them, and a buffer with their face.
+"""A storage and samplers for TorchRL's replay buffers, and a buffer that takes and returns TorchRL's data format.
 
-buffer         the live buffer with TorchRL's face
-samplers       our draws in TorchRL's buffers
-ted            TorchRL's episode data as episodes, and back
-storage        what TorchRL asks of a storage
-checkpointer   dumps of it
-table          rows by slot: in memory as far as they fit, and in the log
-log | paged    the durable side | a tensor that is read by pages
-past | slots   what earlier sessions left | which row each slot holds
-generations    which store of a URL counts
-indexing       what an index names
-layout         TensorDicts and trees of tensors as fields
+buffer              `ReplayBuffer`: the live buffer with TorchRL's data format
+ted                 TorchRL's episode data (TED) as episodes, and back
+samplers            samplers for TorchRL's buffers
+storage             `TrajStorage`: a storage for TorchRL's buffers
+checkpointer        writes and reads dumps of it
+slot_table          rows by slot: in memory as far as they fit, and in the log
+row_log             the append-only log of rows in a store
+paged_tensor        a tensor that reads its rows from the log
+earlier_sessions    finds the newest rows of earlier sessions
+slot_map            which row of the log each slot holds
+store_generations   which store below a URL is the current one
+slot_indexing       TorchRL's indices as slots
+row_structure       TensorDicts and trees of tensors as fields
+options             keyword options of the log's writer
 """
 
 from trajstore.errors import MissingExtraError

@@ -1,54 +1,60 @@
-"""The live buffer with a face that users of TorchRL know: TED in and out, observations stored once."""
+"""A replay buffer that takes and returns TorchRL's data format (TED) and stores every observation once."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers import Sequence
 
-from trajstore.compat.options import check_options
-from trajstore.compat.private_store import forget, private_url
+from trajstore.arguments import parse_bytes
+from trajstore.compat.options import ReplayOptionsDict, check_options
+from trajstore.compat.private_store import free_private_store, private_url
 from trajstore.compat.torchrl.ted import Block, assemble, differs, parse
 from trajstore.errors import DataError
 from trajstore.replay.buffer import ReplayBuffer as Buffer
 from trajstore.sampling.priority_options import Priorities
 from trajstore.sampling.windows import Boundary, Windows
 from trajstore.schema import flatten, nest
+from trajstore.writing.staging import staged_rows
 from trajstore.writing.validation import StepValidator
 
 _BOUNDARIES: dict[str, Boundary] = {"pad": "pad_right", "stop": "short", "include_reset": "cross"}
 _MASKS = {"valid": "validity_mask", "learn": "learning_mask"}
-_OWN = {
+_OWN_OPTIONS = {
     "capacity": "say how many steps to keep with max_size",
     "sample": "say what is drawn with sample_unit",
     "priorities": "draw by priority with alpha and beta",
-    "as_tensordict": "batches always are TensorDicts",
+    "as_tensordict": "batches are always TensorDicts",
 }
 
 
 class ReplayBuffer:
-    """A `trajstore.ReplayBuffer` that takes and gives TensorDicts in TorchRL's format (TED).
+    """A `trajstore.ReplayBuffer` that takes and returns TensorDicts in TorchRL's format (TED).
 
-    Rows are known by handles (``index``, ``[batch, 3]``), which are never used again: an update of priorities that
-    comes late can't hit another row. Use it as a context manager, or `close` it.
+    Handles (``index``, ``[batch, 3]``) identify rows and are never reused, so a late priority update cannot reach
+    another row. Use it as a context manager, or `close` it.
 
     Args:
-        url: A directory or object store; None: compressed in RAM.
-        max_size: Steps to keep; the oldest go first.
-        batch_size: Of `sample`, unless it is told otherwise.
+        url: A directory or object store; None: rows are kept compressed in RAM.
+        max_size: Steps to keep; the oldest are evicted first. None: all steps.
+        batch_size: Default batch size of `sample`.
         sample_unit: What is drawn: None for single transitions, `trajstore.Windows`, or TorchRL's `Sequence`.
-            Windows come as ``[batch, window]``, with ``learning_mask`` and ``validity_mask``; of their options
+            Windows come as ``[batch, window]``, with ``learning_mask`` and ``validity_mask``; their options
             ``n_step``, ``offsets`` and ``provenance`` are refused.
         alpha: Draw by priority, with this exponent; None: uniformly.
         beta: Exponent of the weights, or a function of the number of batches so far.
-        priority_key: What `update_tensordict_priority` reads.
-        seed: Of the draws.
-        options: Further ones of `trajstore.ReplayBuffer`.
+        priority_key: The key that `update_tensordict_priority` reads.
+        seed: Seed of the draws.
+        device: Device of batches and of the cache of decoded steps.
+        options: Further options of `trajstore.ReplayBuffer`.
+
+    Attributes:
+        memory: The underlying `trajstore.ReplayBuffer`.
     """
 
     def __init__(
@@ -59,12 +65,13 @@ class ReplayBuffer:
         batch_size: int | None = None,
         sample_unit: Windows | Sequence | None = None,
         alpha: float | None = None,
-        beta: Any = 0.4,
+        beta: float | Callable[[int], float] = 0.4,
         priority_key: str = "td_error",
         seed: int = 0,
-        **options: Any,
+        device: str | torch.device = "cpu",
+        **options: Unpack[ReplayOptionsDict],
     ) -> None:
-        check_options(type(self).__init__, options, _OWN)
+        check_options(type(self).__init__, options, _OWN_OPTIONS)
         self.batch_size, self.priority_key = batch_size, priority_key
         self._windows = _windows(sample_unit)
         self._private_url = private_url("torchrl") if url is None else None
@@ -74,25 +81,27 @@ class ReplayBuffer:
             sample=self._windows,
             priorities=None if alpha is None else Priorities(alpha=alpha, beta=beta),
             seed=seed,
+            device=str(device),
             **options,
         )
-        self._last: dict[str, torch.Tensor] = {}  # by field: what follows the last row of every lane, [B, ...]
-        self._open = torch.zeros(0, dtype=torch.bool)  # lanes whose last row did not end its episode
+        # Of the last row of every lane: the fields under 'next', [B, ...], and whether its episode is still open.
+        self._last_next: dict[str, torch.Tensor] = {}
+        self._open = torch.zeros(0, dtype=torch.bool)
 
     # ---- writing
 
     def extend(self, data: TensorDictBase) -> torch.Tensor:
-        """Append rows of TED, ``[T]`` or ``[B, T]`` as collectors give them; lanes go on where they were.
+        """Append rows of TED, ``[T]`` or ``[B, T]`` as collectors return them; lanes continue their open episodes.
 
-        A lane whose first row does not hold what followed its last one begins an episode; the one before counts as
-        truncated then.
+        If the first row of a lane differs from ``next`` of the lane's last row, it begins an episode, and the open
+        episode ends as truncated.
 
         Returns:
             Handles of the rows, ``[T, 3]`` or ``[B, T, 3]``.
 
         Raises:
-            DataError: Within a trajectory, what follows a row is not what the next row holds, keys are not those of
-                the rows before, or there are too many rows for ``buffer_bytes``; nothing was changed.
+            DataError: Within a trajectory, ``next`` of a row differs from the following row; or keys differ from
+                earlier rows; or there are too many rows for ``buffer_bytes``. Nothing was changed.
         """
         block = parse(data)
         if not block.terminated.numel():
@@ -101,9 +110,9 @@ class ReplayBuffer:
             nest({path: value.transpose(0, 1) for path, value in columns.items()})
             for columns in (block.steps, block.finals)
         )
-        if left := self._lanes_left(block):
+        if interrupted := self._interrupted_lanes(block):
             self._check_block(steps, finals, block)
-            self._end(left)
+            self._end_episodes(interrupted)
         ends = block.terminated | block.truncated
         handles = self.memory.extend(
             steps,
@@ -111,7 +120,7 @@ class ReplayBuffer:
             truncated=block.truncated.T.numpy(),
             final=finals or None,
         )
-        self._last = {path: value[:, -1].clone() for path, value in block.finals.items()}
+        self._last_next = {path: value[:, -1].clone() for path, value in block.finals.items()}
         self._open = ~ends[:, -1]
         stream = self.memory.streams.index(handles.stream)
         episode, t = (torch.from_numpy(x).T for x in (handles.episode, handles.t))
@@ -119,56 +128,56 @@ class ReplayBuffer:
         return index if data.batch_dims == 2 else index[0]
 
     def add(self, data: TensorDictBase) -> torch.Tensor:
-        """Append one row of one lane; returns its handle."""
+        """Append one row of one lane; returns its handle, ``[3]``."""
         return self.extend(data.unsqueeze(0))[0]
 
-    def _lanes_left(self, block: Block) -> list[int]:
-        """Lanes whose open episodes do not go on."""
+    def _interrupted_lanes(self, block: Block) -> list[int]:
+        """Return the lanes whose open episodes the block does not continue."""
         n_lanes = len(block.terminated)
-        goes_on = torch.zeros(len(self._open), dtype=torch.bool)
-        goes_on[:n_lanes] = True
-        for path, last in self._last.items():
+        continues = torch.zeros(len(self._open), dtype=torch.bool)
+        continues[:n_lanes] = True
+        for path, last in self._last_next.items():
             first = block.steps[path][:, :1] if path in block.steps else None
             n = min(n_lanes, len(last))
             if first is None or first.shape[2:] != last.shape[1:] or first.dtype != last.dtype:
-                raise DataError(f"key {path!r}: expected it as before, at the root and under 'next'")
-            goes_on[:n] &= ~differs(first[:n], last[:n, None]).cpu()[:, 0]
-        left: list[int] = (self._open & ~goes_on).nonzero()[:, 0].tolist()
-        return left
+                raise DataError(f"key {path!r}: expected dtype and shape as before, at the root and under 'next'")
+            continues[:n] &= ~differs(first[:n], last[:n, None]).cpu()[:, 0]
+        interrupted: list[int] = (self._open & ~continues).nonzero()[:, 0].tolist()
+        return interrupted
 
     def _check_block(self, steps: dict[str, Any], finals: dict[str, Any], block: Block) -> None:
-        """Refuse what the memory would refuse, before anything that it could not undo is done."""
+        """Refuse a block that `memory` would refuse, before an episode is ended, which cannot be undone."""
         ends = block.terminated | block.truncated
-        intake, lead = StepValidator(self.memory.schema), tuple(ends.T.shape)
-        intake.steps(steps, lead, finals or None)
-        intake.finals(finals or None, lead)
+        validator, lead = StepValidator(self.memory.schema), tuple(ends.T.shape)
+        validator.steps(steps, lead, finals or None)
+        validator.finals(finals or None, lead)
         n_rows = ends.numel() + (int(ends.sum()) if finals else 0)
-        with self.memory.session.writer.staged(blocking=True) as staging:
-            if staging is not None and n_rows > staging.capacity:
-                raise DataError(
-                    f"extend: expected at most {staging.capacity} rows, got {n_rows}; raise buffer_bytes"
-                )
+        assert self.memory.schema is not None  # there are open episodes
+        buffer_bytes = parse_bytes(self.memory.options.buffer_bytes, "buffer_bytes")
+        max_rows = staged_rows(buffer_bytes, self.memory.schema.row_bytes)
+        if n_rows > max_rows:
+            raise DataError(f"extend: expected at most {max_rows} rows, got {n_rows}; raise buffer_bytes")
 
-    def _end(self, lanes: list[int]) -> None:
+    def _end_episodes(self, lanes: list[int]) -> None:
         for lane in lanes:
-            final = nest({path: last[lane] for path, last in self._last.items()})
+            final = nest({path: last[lane] for path, last in self._last_next.items()})
             self.memory.end_episode(lane, truncated=True, final=final or None)
             self._open[lane] = False
 
     # ---- sampling
 
     def sample(self, batch_size: int | None = None) -> TensorDict:
-        """Draw a batch, as TED, with ``index`` and, by priority, ``priority_weight``."""
+        """Draw a batch as TED, with ``index`` and, if drawn by priority, ``priority_weight``."""
         size = self.batch_size if batch_size is None else batch_size
         if size is None:
-            raise ValueError("batch_size: expected one, here or when the buffer is made")
-        return self._given(self.memory.sample(size))
+            raise ValueError("batch_size: expected a number, here or in the constructor, got None")
+        return self._to_ted(self.memory.sample(size))
 
     def __iter__(self) -> Iterator[TensorDict]:
         while True:
             yield self.sample()
 
-    def _given(self, batch: Mapping[str, Any]) -> TensorDict:
+    def _to_ted(self, batch: Mapping[str, Any]) -> TensorDict:
         after = flatten(batch["next"]) if "next" in batch else {}
         apart = {"next", "index", "priority", "is_first", "is_last", "terminated", "truncated", *_MASKS}
         steps = flatten({name: value for name, value in batch.items() if name not in apart})
@@ -184,9 +193,12 @@ class ReplayBuffer:
         return ted
 
     def update_tensordict_priority(self, data: TensorDictBase) -> None:
-        """Set the priorities of what was drawn to ``priority_key``; of windows, to the largest of valid steps."""
+        """Set the priorities of a batch's rows to ``priority_key``.
+
+        The priority of a window is the largest of its steps that are valid and learned from.
+        """
         if self.memory.options.priorities is None:
-            raise ValueError("this buffer has no priorities; make it with alpha=")
+            raise ValueError("this buffer has no priorities; create it with alpha=")
         index, priority = data["index"], data[self.priority_key].abs()
         priority = priority.reshape(*data.batch_size, -1).amax(-1)
         if not self._windows.squeeze:
@@ -195,24 +207,24 @@ class ReplayBuffer:
         self.update_priority(index, priority)
 
     def update_priority(self, index: torch.Tensor, priority: torch.Tensor) -> int:
-        """Set priorities by handle; returns how many rows were gone."""
-        # Exactly 0 would mean never again, which no TD error means.
+        """Set priorities by handle; returns how many of the rows were evicted."""
+        # A priority of 0 would mean that the row is never drawn again, which a TD error of 0 does not mean.
         return self.memory.update_priorities(index, priority.float().clamp(min=torch.finfo(torch.float32).tiny))
 
-    # ---- the rest
+    # ---- durability
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def flush(self) -> None:
-        """Make everything durable."""
+        """Make all rows durable."""
         self.memory.flush()
 
     def close(self) -> None:
-        """Make everything durable and release it; what is in RAM only is gone."""
+        """Make all rows durable and release everything; rows without a URL are lost."""
         self.memory.close()
         if self._private_url is not None:
-            forget(self._private_url)
+            free_private_store(self._private_url)
 
     def __enter__(self) -> ReplayBuffer:
         return self
@@ -225,11 +237,11 @@ def _windows(unit: Windows | Sequence | None) -> Windows:
     if unit is None:
         return Windows.transitions()
     if isinstance(unit, Windows):
-        # TED has one reward and one end for each pair of observations, of one shape.
+        # In TED, each pair of observations has one reward and one end, all of the same leading shape.
         if odd := [name for name in ("n_step", "offsets", "provenance") if getattr(unit, name)]:
             raise ValueError(
-                f"sample_unit: {odd[0]} has no place in TED; use trajstore.ReplayBuffer, or a transform of"
-                " TorchRL's such as MultiStepTransform"
+                f"sample_unit: TED cannot express {odd[0]}; use trajstore.ReplayBuffer, or a transform of TorchRL"
+                " such as MultiStepTransform"
             )
         return replace(unit, next_fields=unit.next_fields or "final")
     return Windows(

@@ -1,4 +1,4 @@
-"""Dumps of a storage: a store of its own, without pickle."""
+"""Writes and reads dumps of a `TrajStorage`: a store, without pickle."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from trajstore.compat.torchrl.generations import Generations
-from trajstore.compat.torchrl.layout import Layout
-from trajstore.compat.torchrl.log import Log
-from trajstore.compat.torchrl.past import Past
-from trajstore.compat.torchrl.table import Table
+from trajstore.compat.torchrl.earlier_sessions import EarlierSessions
+from trajstore.compat.torchrl.row_log import RowLog
+from trajstore.compat.torchrl.row_structure import RowStructure
+from trajstore.compat.torchrl.slot_table import SlotTable
+from trajstore.compat.torchrl.store_generations import StoreGenerations
 from trajstore.errors import DataError, StoreNotFoundError
 from trajstore.store.store import Store
 
@@ -23,53 +23,57 @@ _BUFFER_BYTES = 64 << 20
 
 
 class TrajStorageCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
-    """Writes what a storage holds to a store below a directory or URL, whole or not at all, and reads it back."""
+    """Writes the rows of a storage to a store below a directory or URL, atomically, and reads them back."""
 
     def dumps(self, storage: TrajStorage, path: str | os.PathLike[str]) -> None:
-        """Replace what is there by what the storage holds now."""
+        """Replace the dump at ``path`` by the rows that the storage holds now.
+
+        Raises:
+            DataError: Hooks were registered, which are not supported.
+        """
         self._check_hooks()
-        generations = Generations(path, None, True)
+        generations = StoreGenerations(path, None, True)
         generations.open()
         if storage.table is None or not len(storage):
             generations.create_next(None)
         else:
-            _write(storage.table, generations.create_next(storage.table.layout.schema))
+            _write(storage.table, generations.create_next(storage.table.structure.schema))
         generations.advance()
 
     def loads(self, storage: TrajStorage, path: str | os.PathLike[str]) -> None:
-        """Let a storage hold what was dumped, and nothing else.
+        """Replace the rows of a storage by those of a dump.
 
         Raises:
-            DataError: It has no room for it; nothing was changed.
-            StoreNotFoundError: Nothing was dumped there, or not to its end.
+            DataError: The storage is too small, and was not changed; or hooks were registered.
+            StoreNotFoundError: There is no complete dump.
         """
         self._check_hooks()
-        generations = Generations(path, None, True)
+        generations = StoreGenerations(path, None, True)
         store = generations.open()
         if store is None or not generations.number:
-            raise StoreNotFoundError(
-                f"{os.fspath(path)}: expected what a TrajStorage has dumped, found nothing whole"
-            )
-        layout = Layout.of_store(store.schema)
-        if layout is None:
+            raise StoreNotFoundError(f"{os.fspath(path)}: expected a dump of a TrajStorage, found no complete one")
+        structure = RowStructure.of_store(store.schema)
+        if structure is None:
             storage._empty()
             return
-        past = Past(store.snapshot)
-        cursor = past.cursor if past.cursor >= 0 else None
-        storage.load_rows(layout, past.rows(list(layout.fields)), len(past.place), cursor, past.n_slots)
+        dumped = EarlierSessions(store.snapshot)
+        cursor = dumped.cursor if dumped.cursor >= 0 else None
+        rows = dumped.rows(list(structure.fields))
+        storage.load_rows(structure, rows, len(dumped.place), cursor, dumped.n_slots)
 
     def _check_hooks(self) -> None:
         if self._save_hooks or self._load_hooks:
             raise DataError(
-                "hooks of checkpointers are not called here; see trajstore.compat.torchrl.ted_to_episodes"
+                "TrajStorageCheckpointer: expected no hooks, which it does not call; convert data with"
+                " trajstore.compat.torchrl.ted_to_episodes"
             )
 
 
-def _write(table: Table, store: Store) -> None:
+def _write(table: SlotTable, store: Store) -> None:
     """Write all rows of a table to a store."""
-    log = Log(
+    log = RowLog(
         store,
-        table.layout,
+        table.structure,
         table.n_slots,
         paged=[],
         cache_bytes=0,

@@ -1,4 +1,4 @@
-"""Samplers for TorchRL's buffers: windows of which every one is as likely, and exact draws by priority."""
+"""Samplers for TorchRL's buffers: uniform draws of windows, and draws by priority with exact sums."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchrl.data import find_start_stop_traj
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler
 
 from trajstore.errors import DataError, NotReadyError
-from trajstore.sampling.sum_tree import NOTHING, SumTree
-from trajstore.sampling.windows import Windows, relative
+from trajstore.sampling.sum_tree import NO_POSITIVE_MASS, SumTree
+from trajstore.sampling.windows import Windows, relative_positions
 
 Key = str | tuple[str, ...]
-_TOTAL = 1 << 61  # of all masses at the most
-_MEANINGLESS = (
+_MAX_TOTAL = 1 << 61  # of all masses
+_WITHOUT_EFFECT = (  # options of `Windows` that do not affect which rows are chosen
     "n_step",
     "fields",
     "offsets",
@@ -27,21 +27,22 @@ _MEANINGLESS = (
     "provenance",
     "weight",
     "pad",
-)  # where rows are chosen
+)
 
 
 class WindowSampler(Sampler):  # type: ignore[misc]
-    """Draws windows that lie within episodes; every window is as likely, not every episode.
+    """Draws windows that lie within episodes; all windows are equally likely, rather than all episodes.
 
-    Batches are flat, ``[batch * window]`` rows, as those of TorchRL's `SliceSampler`; ``batch_size`` of the buffer
-    counts rows. With them come ``validity_mask`` (the row is no padding) and ``learning_mask``.
+    Batches are flat, ``[batch * window]`` rows, as with TorchRL's `SliceSampler`; ``batch_size`` of the buffer
+    counts rows. ``validity_mask`` says which rows are not padding, ``learning_mask`` which are neither burn-in nor
+    bootstrap.
 
     Args:
-        windows: Length, burn-in, bootstrap, stride, and what happens at the ends of an episode (not ``cross``); all
-            else is refused, since a sampler only chooses rows.
-        end_key: Where rows say that an episode ends.
-        traj_key: Where they say which episode they are of; then ``end_key`` does not count.
-        seed: Of the draws, unless the buffer has a generator.
+        windows: Length, burn-in, bootstrap, stride and boundary (not ``cross``). Other options are refused, because
+            a sampler only chooses rows.
+        end_key: Key of the rows' flag that an episode ends.
+        traj_key: Key of the rows' episode id; if given, ``end_key`` is not used.
+        seed: Seed of the draws, unless the buffer has a generator.
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class WindowSampler(Sampler):  # type: ignore[misc]
     ) -> None:
         if windows.boundary == "cross":
             raise ValueError("boundary: expected windows that stay within episodes, got 'cross'")
-        if odd := [name for name in _MEANINGLESS if getattr(windows, name) != getattr(Windows(), name)]:
+        if odd := [name for name in _WITHOUT_EFFECT if getattr(windows, name) != getattr(Windows(), name)]:
             raise ValueError(
-                f"WindowSampler chooses rows only, so that {', '.join(odd)} of its windows would have no effect;"
-                " use trajstore.ReplayBuffer, or transforms of TorchRL's such as MultiStepTransform"
+                f"windows: WindowSampler only chooses rows, so {', '.join(odd)} would have no effect; use"
+                " trajstore.ReplayBuffer, or a transform of TorchRL such as MultiStepTransform"
             )
         self._windows, self._end_key, self._traj_key = windows, end_key, traj_key
         self._own_rng = torch.Generator().manual_seed(seed)
@@ -64,12 +65,12 @@ class WindowSampler(Sampler):  # type: ignore[misc]
             raise DataError(f"batch_size: expected a multiple of the {size} rows of a window, got {batch_size}")
         first, lengths, lanes, starts = self._episodes(storage)
         if not len(starts) or not int(starts[-1]):
-            raise NotReadyError(f"no episode here has a window of {self._windows.length} steps; write more first")
+            raise NotReadyError(f"no episode has a window of {self._windows.length} steps; write more rows first")
         drawn = torch.randint(int(starts[-1]), (batch_size // size,), generator=self._rng or self._own_rng)
         episode = torch.searchsorted(starts, drawn, right=True)
         offset = drawn - torch.where(episode > 0, starts[episode - 1], 0)
         start = self._windows.start(offset, lengths[episode])
-        steps = relative(self._windows, start.device)
+        steps = relative_positions(self._windows, start.device)
         position = start[:, None] + steps
         inside = position.clamp(min=0).minimum(lengths[episode, None] - 1)
         time = (first[episode, None] + inside) % storage.shape[0]
@@ -82,7 +83,10 @@ class WindowSampler(Sampler):  # type: ignore[misc]
         return (time.flatten(), *others) if others else time.flatten(), info
 
     def _episodes(self, storage: Any) -> tuple[torch.Tensor, ...]:
-        """First rows, lengths, lanes and running sums of starts; found again when the storage has changed."""
+        """Return first rows, lengths, lanes and running sums of window starts of all episodes.
+
+        They are computed again only when the storage has changed.
+        """
         revision = storage._mutation_revision
         if self._found is None or self._found[0] is not storage or self._found[1] != revision:
             self._found = storage, revision, self._find(storage) if len(storage) else (torch.empty(0),) * 4
@@ -116,19 +120,19 @@ class WindowSampler(Sampler):  # type: ignore[misc]
 
 
 class PrioritisedSampler(PrioritizedSampler):  # type: ignore[misc]
-    """Draws in proportion to ``(priority + eps) ** alpha``, from sums that are exact.
+    """Draws in proportion to ``(priority + eps) ** alpha``, with exact sums.
 
-    It takes the place of TorchRL's `PrioritizedSampler` and needs no compiled part of TorchRL. Nothing drifts, a
-    row of priority 0 and eps 0 is never drawn, raw priorities are kept (so ``alpha`` may change at any time), and
-    draws have a generator of their own.
+    It replaces TorchRL's `PrioritizedSampler` and does not need the compiled part of TorchRL. Sums do not drift, a
+    row of priority 0 is never drawn if eps is 0, and raw priorities are kept, so ``alpha`` may change at any time.
+    The sampler has its own generator.
 
     Args:
-        max_capacity: Rows that the storage may hold.
-        alpha: How much priorities count.
-        beta: How much of the bias the weights take back.
+        max_capacity: Number of rows that the storage may hold.
+        alpha: Exponent of the priorities.
+        beta: Exponent of the weights that correct the bias.
         eps: Added to priorities.
-        reduction: Of priorities with several values a row: ``max``, ``min``, ``median`` or ``mean``.
-        seed: Of the draws, unless the buffer has a generator.
+        reduction: How several priorities of a row become one: ``max``, ``min``, ``median`` or ``mean``.
+        seed: Seed of the draws, unless the buffer has a generator.
     """
 
     def __init__(
@@ -145,8 +149,8 @@ class PrioritisedSampler(PrioritizedSampler):  # type: ignore[misc]
         super().__init__(max_capacity, alpha, beta, eps, reduction=reduction, device="cpu")
 
     def _init(self) -> None:
-        self._raw = torch.full((self._max_capacity,), -1.0, dtype=torch.float64)  # below 0: no row
-        self._top = 1.0  # masses are whole numbers, on a scale where this is the largest
+        self._raw = torch.full((self._max_capacity,), -1.0, dtype=torch.float64)  # below 0: the slot holds no row
+        self._top = 1.0  # the largest mass before scaling; in the tree masses are integers
         self._largest = 1.0
         self._sum_tree = SumTree(torch.device("cpu"), with_min=True)
         self._sum_tree.resize(self._max_capacity)
@@ -159,7 +163,7 @@ class PrioritisedSampler(PrioritizedSampler):  # type: ignore[misc]
 
     @property
     def default_priority(self) -> float:
-        """Of new rows: the largest so far."""
+        """The priority of new rows: the largest so far."""
         return self._largest
 
     @property
@@ -183,24 +187,24 @@ class PrioritisedSampler(PrioritizedSampler):  # type: ignore[misc]
         return masses
 
     def _whole(self, masses: torch.Tensor) -> torch.Tensor:
-        scaled = (masses * (_TOTAL / self._max_capacity / self._top)).to(torch.int64)
+        scaled = (masses * (_MAX_TOTAL / self._max_capacity / self._top)).to(torch.int64)
         whole: torch.Tensor = scaled.clamp(min=1).where(masses > 0, 0)
         return whole
 
     def sample(self, storage: Any, batch_size: int) -> tuple[Any, dict[str, torch.Tensor]]:
         total = int(self._sum_tree.total)
         if not total:
-            raise NotReadyError("no row can be drawn; write some, with priorities above 0")
+            raise NotReadyError("no row can be drawn; write rows with priorities above 0")
         drawn = torch.randint(total, (batch_size,), generator=self._rng or self._own_rng)
         index = self._sum_tree.find(drawn)
         smallest = int(self._sum_tree.smallest)
-        assert smallest != NOTHING  # there is something to draw
+        assert smallest != NO_POSITIVE_MASS  # because the total is positive
         weight = (self._sum_tree.get(index).double() / smallest).pow(-self._beta).float()
         places = torch.unravel_index(index, storage.shape) if storage.ndim > 1 else index
         return places, {"priority_weight": weight}
 
     def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
-        """Set priorities of slots; those below 0, of rows that were not written, are left out.
+        """Set priorities of slots; slots below 0, of rows that were not written, are ignored.
 
         Raises:
             DataError: A priority is below 0 or not finite; nothing was changed.
@@ -216,7 +220,7 @@ class PrioritisedSampler(PrioritizedSampler):  # type: ignore[misc]
 
     def _set(self, slots: torch.Tensor, values: torch.Tensor) -> None:
         self._raw[slots] = values
-        values = self._raw[slots]  # where a slot comes twice, one of them counts
+        values = self._raw[slots]  # if a slot is named twice, one of its values counts
         masses = self._masses(values)
         if float(masses.amax()) > self._top:
             self._rebuild()
@@ -224,19 +228,19 @@ class PrioritisedSampler(PrioritizedSampler):  # type: ignore[misc]
             self._sum_tree.put(slots, self._whole(masses))
 
     def add(self, index: Any) -> None:
-        pass  # `mark_update` follows
+        pass  # TorchRL calls `mark_update` after this
 
     extend = add
 
     def state_dict(self) -> dict[str, Any]:
-        about = {"alpha": self._alpha, "beta": self._beta, "eps": self._eps, "largest": self._largest}
-        return {**about, "priority": self._raw.clone(), "rng": self._own_rng.get_state()}
+        numbers = {"alpha": self._alpha, "beta": self._beta, "eps": self._eps, "largest": self._largest}
+        return {**numbers, "priority": self._raw.clone(), "rng": self._own_rng.get_state()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state.
+        """Continue from a saved state.
 
         Raises:
-            DataError: It is of another capacity, in which rows are held that this one has no slots for.
+            DataError: The state has priorities of slots that this sampler does not have.
         """
         priority = torch.as_tensor(state_dict["priority"])
         if len(priority) > self._max_capacity and bool((priority[self._max_capacity :] >= 0).any()):
@@ -263,7 +267,7 @@ class PrioritisedSampler(PrioritizedSampler):  # type: ignore[misc]
 
 
 def _slots(index: Any, storage: Any) -> torch.Tensor:
-    """Slots, counted through all dimensions."""
+    """Return flat slot numbers, counted over all dimensions of the storage."""
     if isinstance(index, tuple):
         index = torch.stack([torch.as_tensor(part) for part in index], -1)
     slots: torch.Tensor = torch.as_tensor(index, dtype=torch.int64).cpu()

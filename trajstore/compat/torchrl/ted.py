@@ -1,16 +1,17 @@
-"""TorchRL's episode data (TED) as episodes that hold every observation once, and back.
+"""Converts TorchRL's episode data (TED) to episodes that hold every observation once, and back.
 
-A row of TED has observations at its root, and those that follow under ``next``. Within a trajectory the latter are
-the root's of the next row, which is checked here bit by bit; so of those only the last of a trajectory are kept.
+A row of TED has the observation of a step at its root and the following one under ``next``. Within a trajectory,
+``next`` of a row equals the root of the following row; this is checked bit by bit. So only the last ``next`` of a
+trajectory is stored.
 
-| key of TED                           | field                                 |
-|--------------------------------------|---------------------------------------|
-| at the root and under ``next``       | the same name, with a final value     |
-| at the root only                     | the same name                         |
-| ``next``, a reward                   | the same name                         |
-| ``next``, anything else              | below ``after``                       |
-| ``done``, ``terminated``, ``truncated`` | how the episode ends               |
-| ``index``, which buffers add         | none                                  |
+| key of TED                              | field                                     |
+|-----------------------------------------|-------------------------------------------|
+| at the root and under ``next``          | the same name, with a final value         |
+| at the root only                        | the same name                             |
+| under ``next`` only, a reward           | the same name                             |
+| under ``next`` only, any other key      | the same name, in the group ``after``     |
+| ``done``, ``terminated``, ``truncated`` | not a field: they say how an episode ends |
+| ``index``, which buffers add            | not stored                                |
 """
 
 from __future__ import annotations
@@ -28,22 +29,27 @@ from trajstore.schema import flatten, nest
 
 FLAGS = ("done", "terminated", "truncated")
 _IDS = "collector/traj_ids"
-_AFTER = "after"  # group of what stands under next alone
+_AFTER = "after"  # group of the keys that are only under next
 _DROPPED = {"index", *FLAGS}
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size, for the bits of others
+_INTEGERS = {
+    1: torch.int8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # by size, to compare bits
 
 Columns = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of TED by lane and time.
+    """Rows of TED by lane and time; a lane is one environment of the data.
 
     Attributes:
-        steps: By field, ``[B, T, ...]``.
-        finals: Of the fields with a final value: what follows each step, ``[B, T, ...]``.
-        terminated: Where an episode ends in a terminal state, ``[B, T]``.
-        truncated: Where it is stopped, or another one begins without that it ended, ``[B, T]``.
+        steps: Fields, ``[B, T, ...]``.
+        finals: For fields with a final value, the value after each step, ``[B, T, ...]``.
+        terminated: Whether an episode ends in a terminal state, ``[B, T]``.
+        truncated: Whether an episode is stopped, or another one follows although it did not end, ``[B, T]``.
     """
 
     steps: Columns
@@ -54,13 +60,13 @@ class Block:
 
 @dataclass(frozen=True)
 class TedEpisode:
-    """One trajectory: what `Writer.append_episode` takes, observations with one row more than the rest.
+    """One trajectory in the form that `Writer.append_episode` takes.
 
     Attributes:
-        data: By field, nested.
-        n_steps: How many steps it has, whatever its fields are.
+        data: Nested fields; fields with a final value have ``n_steps`` + 1 rows, others ``n_steps``.
+        n_steps: Number of steps.
         terminated: It ended in a terminal state.
-        truncated: It was stopped. With neither, the recording was cut.
+        truncated: It was stopped. If it is neither terminated nor truncated, the recording was cut.
     """
 
     data: dict[str, Any]
@@ -70,22 +76,22 @@ class TedEpisode:
 
 
 def ted_to_episodes(data: TensorDictBase) -> list[TedEpisode]:
-    """Cut TED, ``[T]`` or ``[B, T]``, into episodes.
+    """Divide TED, ``[T]`` or ``[B, T]``, into episodes.
 
-    One ends where ``("next", "done")`` says so, where ``("collector", "traj_ids")`` changes, and with the data. The
-    key ``index``, which buffers add to what they give out, is left out.
+    An episode ends where ``("next", "done")`` is set, where ``("collector", "traj_ids")`` changes, and at the end
+    of the data. The key ``index``, which buffers add to batches, is left out.
 
     Raises:
-        DataError: Within a trajectory, what follows a row is not what the next row holds; or a key has a name by
-            which it would not come back.
+        DataError: Within a trajectory, ``next`` of a row differs from the root of the following row; or a key has a
+            name under which it could not be restored.
     """
     return list(_episodes(parse(data)))
 
 
 def parse(data: TensorDictBase) -> Block:
-    """Check TED and bring it into fields; see `ted_to_episodes`."""
+    """Check TED and convert it to fields; see `ted_to_episodes`."""
     if not is_tensor_collection(data) or data.batch_dims not in (1, 2) or "next" not in data.keys():  # noqa: SIM118
-        raise DataError(f"expected a TensorDict [T] or [B, T] with what follows under 'next', got {_kind(data)}")
+        raise DataError(f"expected a TensorDict [T] or [B, T] with a key 'next', got {_describe(data)}")
     data = data if data.batch_dims == 2 else data.unsqueeze(0)
     root, after = _columns(data.exclude("next")), _columns(data["next"])
     both = {path: root[path] for path in root if path in after and path not in FLAGS}
@@ -93,29 +99,29 @@ def parse(data: TensorDictBase) -> Block:
     steps = {path: value for path, value in root.items() if path not in _DROPPED}
     _check_root(steps, both)
     steps |= {_field_after(path): value for path, value in only.items()}
-    if taken := next((path for path in steps if path.split("/")[0] in RESERVED), None):
-        raise DataError(f"key {taken!r}: batches hold something else under that name; rename or exclude it")
+    if reserved := next((path for path in steps if path.split("/")[0] in RESERVED), None):
+        raise DataError(f"key {reserved!r}: batches use this name for something else; rename or exclude it")
     terminated, truncated = _ends(after, data.batch_size)
     truncated = truncated | (_id_changes(root, truncated) & ~terminated)
     finals = {path: after[path] for path in both}
-    _check(both, finals, terminated | truncated)
+    _check_consistent(both, finals, terminated | truncated)
     return Block(steps, finals, terminated, truncated)
 
 
 def _check_root(root: Columns, both: Columns) -> None:
-    """See that no key at the root has a name by which it would come back under ``next``."""
+    """Refuse a key at the root that would be restored under ``next``."""
     for path in root:
         if path.split("/")[0] == _AFTER or (path not in both and _is_reward(path)):
-            raise DataError(f"key {path!r}: what is called so is expected under 'next' alone; rename or exclude it")
+            raise DataError(f"key {path!r}: expected this name only under 'next'; rename or exclude it")
 
 
 def _field_after(path: str) -> str:
-    """The field of a key that stands under ``next`` alone."""
+    """Return the field of a key that is only under ``next``."""
     return path if _is_reward(path) and path.split("/")[0] != _AFTER else f"{_AFTER}/{path}"
 
 
-def _stands_after(path: str) -> bool:
-    """Whether a field without a final value is one of those."""
+def _belongs_to_next(path: str) -> bool:
+    """Return whether a field without a final value was only under ``next``."""
     return _is_reward(path) or path.startswith(f"{_AFTER}/")
 
 
@@ -129,7 +135,7 @@ def _columns(data: TensorDictBase) -> Columns:
     return columns
 
 
-def _kind(data: Any) -> str:
+def _describe(data: Any) -> str:
     shape = f" of batch size {tuple(data.batch_size)}" if is_tensor_collection(data) else ""
     return f"{type(data).__name__}{shape}"
 
@@ -139,7 +145,7 @@ def _is_reward(path: str) -> bool:
 
 
 def _ends(after: Columns, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flags ``[B, T]``; what is done without that it is said why counts as terminated, as in TorchRL."""
+    """Return terminated and truncated, ``[B, T]``; ``done`` alone counts as terminated, as in TorchRL."""
     none = torch.zeros(shape, dtype=torch.bool)
     done, terminated, truncated = (
         _flat(after[name]).bool().any(-1).cpu() if name in after else none for name in FLAGS
@@ -148,7 +154,7 @@ def _ends(after: Columns, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _id_changes(root: Columns, like: torch.Tensor) -> torch.Tensor:
-    """Where the next row is of another trajectory."""
+    """Return where the following row belongs to another trajectory."""
     changes = torch.zeros_like(like)
     if _IDS in root:
         ids = _flat(root[_IDS])[..., 0].cpu()
@@ -156,28 +162,29 @@ def _id_changes(root: Columns, like: torch.Tensor) -> torch.Tensor:
     return changes
 
 
-def _check(now: Columns, after: Columns, ends: torch.Tensor) -> None:
-    goes_on = ~ends[:, :-1]
-    for path, value in now.items():
+def _check_consistent(root: Columns, after: Columns, ends: torch.Tensor) -> None:
+    """Check that within a trajectory, what follows a row is at the root of the next row."""
+    continues = ~ends[:, :-1]
+    for path, value in root.items():
         here, there = (f"{x.dtype} of shape {tuple(x.shape)}" for x in (value, after[path]))
         if here != there:
             raise DataError(f"key {path!r}: expected the same at the root and under 'next', got {here} and {there}")
-        wrong = goes_on & differs(after[path][:, :-1], value[:, 1:]).cpu()
+        wrong = continues & differs(after[path][:, :-1], value[:, 1:]).cpu()
         if wrong.any():
             lane, t = wrong.nonzero()[0].tolist()
             raise DataError(
-                f"key {path!r}, lane {lane}: expected what follows row {t} to be what row {t + 1} holds, as both"
-                " are of one trajectory; mark its end in ('next', 'done') or ('collector', 'traj_ids')"
+                f"key {path!r}, lane {lane}: expected 'next' of row {t} to equal row {t + 1}, as both are of one"
+                " trajectory; if it ends there, set ('next', 'done') or ('collector', 'traj_ids')"
             )
 
 
 def differs(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Where two tensors ``[B, T, ...]`` are not the same, bit by bit."""
+    """Return where two tensors ``[B, T, ...]`` differ, bit by bit."""
     return _flat(_bits(a) != _bits(b)).any(-1)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """With one axis behind those of lanes and time."""
+    """Return a tensor with exactly one axis after those of lanes and time."""
     return x.flatten(2) if x.dim() > 2 else x[..., None]
 
 
@@ -200,16 +207,16 @@ def _episodes(block: Block) -> Iterator[TedEpisode]:
 
 
 def episodes_to_ted(episodes: Iterable[TedEpisode]) -> TensorDict:
-    """Put episodes one after the other as TED, ``[T]``; what `ted_to_episodes` cut comes back bit by bit.
+    """Concatenate episodes as TED, ``[T]``; episodes of `ted_to_episodes` are restored bit by bit.
 
-    Flags have the shape ``[T, 1]``. Those at the root are those of the row before, so they are not set.
+    Flags have the shape ``[T, 1]``. The flags at the root are never set, because they are those of the row before.
 
     Raises:
-        DataError: A field has neither a row for every step nor one more.
+        DataError: There are no episodes, or a field has neither ``n_steps`` nor ``n_steps`` + 1 rows.
     """
     parts = [_ted(episode) for episode in episodes]
     if not parts:
-        raise DataError("expected at least one episode")
+        raise DataError("episodes: expected at least one, got none")
     return torch.cat(parts)
 
 
@@ -217,7 +224,7 @@ def _ted(episode: TedEpisode) -> TensorDict:
     columns = {path: torch.as_tensor(value) for path, value in flatten(episode.data).items()}
     n = episode.n_steps
     if odd := next((path for path, value in columns.items() if len(value) not in (n, n + 1)), None):
-        raise DataError(f"field {odd!r}: expected {n} rows, or one more, got {len(columns[odd])}")
+        raise DataError(f"field {odd!r}: expected {n} or {n + 1} rows, got {len(columns[odd])}")
     has_final = {path for path, value in columns.items() if len(value) == n + 1}
     root = {path: value[:n] for path, value in columns.items()}
     after = {path: columns[path][1:] for path in has_final}
@@ -227,9 +234,16 @@ def _ted(episode: TedEpisode) -> TensorDict:
 
 
 def assemble(steps: Columns, after: Columns, terminated: torch.Tensor, truncated: torch.Tensor) -> TensorDict:
-    """TED from fields and what follows them, all with the leading axes of the flags but their last one."""
+    """Return TED.
+
+    Args:
+        steps: Fields, ``[..., *field]``.
+        after: The values after each step, for fields that have them.
+        terminated: Flags, ``[..., 1]``.
+        truncated: Flags, ``[..., 1]``.
+    """
     none = torch.zeros_like(terminated)
-    follows = {path: value for path, value in steps.items() if path not in after and _stands_after(path)}
+    follows = {path: value for path, value in steps.items() if path not in after and _belongs_to_next(path)}
     root = {path: value for path, value in steps.items() if path not in follows}
     next_ = {path.removeprefix(f"{_AFTER}/"): value for path, value in follows.items()} | after
     next_ |= {"done": terminated | truncated, "terminated": terminated, "truncated": truncated}

@@ -1,6 +1,11 @@
 """Replay buffers of diffusion_policy and UMI."""
 
-from trajstore.datasets.diffusion_policy.sink import open_sink
-from trajstore.datasets.diffusion_policy.source import DiffusionPolicySource, InPlace, open_in_place, open_source
+from trajstore.datasets.diffusion_policy.reader import (
+    DiffusionPolicyReader,
+    InPlaceBuffer,
+    open_in_place,
+    open_reader,
+)
+from trajstore.datasets.diffusion_policy.writer import open_writer
 
-__all__ = ["DiffusionPolicySource", "InPlace", "open_in_place", "open_sink", "open_source"]
+__all__ = ["DiffusionPolicyReader", "InPlaceBuffer", "open_in_place", "open_reader", "open_writer"]

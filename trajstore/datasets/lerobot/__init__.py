@@ -1,6 +1,6 @@
 """LeRobot datasets of version 3."""
 
-from trajstore.datasets.lerobot.sink import open_sink
-from trajstore.datasets.lerobot.source import LeRobotSource, open_source
+from trajstore.datasets.lerobot.reader import LeRobotReader, open_reader
+from trajstore.datasets.lerobot.writer import open_writer
 
-__all__ = ["LeRobotSource", "open_sink", "open_source"]
+__all__ = ["LeRobotReader", "open_reader", "open_writer"]

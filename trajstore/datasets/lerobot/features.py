@@ -1,4 +1,4 @@
-"""Fields of a store as features of a LeRobot dataset, and what is counted of them."""
+"""The features of a LeRobot dataset that is written, and their statistics."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.datasets.arrow_tables import library
-from trajstore.datasets.images import encoded
-from trajstore.datasets.lerobot.layout import COLUMN_KEY, path_of
-from trajstore.datasets.plain import plain, restored
+from trajstore.datasets.arrow_tables import import_pyarrow
+from trajstore.datasets.images import encode_png
+from trajstore.datasets.json_values import from_json_value, to_json_value
+from trajstore.datasets.lerobot.metadata_reader import HAS_AXIS_KEY, field_path
 from trajstore.errors import DataError
 from trajstore.replay.statistics import RunningStatistics
 from trajstore.schema import Array, Field, Schema, nest
 
 _MAX_AXES = 5
 _IMAGE_NAMES = ["height", "width", "channels"]
-_ONE = {"shape": [1], "names": None}
+_SCALAR = {"shape": [1], "names": None}
 _BOOKKEEPING = {
-    "timestamp": {"dtype": "float32", **_ONE},
-    **{name: {"dtype": "int64", **_ONE} for name in ("frame_index", "episode_index", "index", "task_index")},
+    "timestamp": {"dtype": "float32", **_SCALAR},
+    **{name: {"dtype": "int64", **_SCALAR} for name in ("frame_index", "episode_index", "index", "task_index")},
 }
 
 
-def name_of(path: str) -> str:
-    """What a field is called there: groups are told by dots."""
+def feature_name(path: str) -> str:
+    """Return the feature name of a field; dots separate groups.
+
+    Raises:
+        DataError: The path has a dot.
+    """
     if "." in path:
-        raise DataError(f"field '{path}': LeRobot's dots stand for groups; leave it out with fields=")
+        raise DataError(f"field '{path}': LeRobot uses dots for groups; leave it out with fields=")
     return path.replace("/", ".")
 
 
@@ -36,15 +40,15 @@ def is_image(dtype: str, shape: tuple[int, ...]) -> bool:
     return dtype == "uint8" and len(shape) == 3 and shape[-1] == 3
 
 
-class Facts:
-    """What holds for all episodes of a dataset.
+class DatasetFacts:
+    """What all episodes of a dataset share.
 
     Attributes:
-        fps: Steps a second.
-        robot_type: As it was given.
-        names: Of the parts of features, where the dataset that the store is of had any.
-        fields: Dtype and shape of fields, by path.
-        tasks: Their numbers, in the order they came.
+        fps: Steps per second.
+        robot_type: The given text, if any.
+        names: Names of the elements of features, by path, if the store was imported from a LeRobot dataset.
+        fields: Dtype and shape of the fields, by path.
+        tasks: Number of each task, in order of appearance.
     """
 
     def __init__(
@@ -61,41 +65,47 @@ class Facts:
         self.fields = fields
         self.tasks = tasks
         self._statistics = RunningStatistics(
-            Schema(nest({path: Field(dtype, _counted(dtype, shape)) for path, (dtype, shape) in fields.items()}))
+            Schema(
+                nest(
+                    {path: Field(dtype, _statistics_shape(dtype, shape)) for path, (dtype, shape) in fields.items()}
+                )
+            )
         )
 
     @staticmethod
-    def of(arrays: Mapping[str, Array], options: Mapping[str, Any], metadata: Mapping[str, Any]) -> Facts:
-        """Of the first episode.
+    def of(arrays: Mapping[str, Array], options: Mapping[str, Any], metadata: Mapping[str, Any]) -> DatasetFacts:
+        """Create the facts from the arrays and metadata of the first episode.
 
         Raises:
-            DataError: A field has no place there, or the steps a second are not known.
+            DataError: LeRobot cannot hold a field, or the number of steps per second is unknown.
         """
-        known = _imported(metadata)
+        known = _imported_facts(metadata)
         fps = known.get("fps") if options["fps"] is None else options["fps"]
         if not isinstance(fps, (int, float)) or not fps > 0:
-            raise DataError(f"fps: expected how many steps there are in a second, got {fps!r}")
+            raise DataError(f"fps: expected the number of steps per second, got {fps!r}")
         fields = {path: (rows.dtype.name, rows.shape[1:]) for path, rows in arrays.items()}
-        names = {path_of(n): f.get("names") for n, f in known.get("features", {}).items() if isinstance(f, Mapping)}
+        names = {
+            field_path(n): f.get("names") for n, f in known.get("features", {}).items() if isinstance(f, Mapping)
+        }
         for path, (dtype, shape) in fields.items():
             _check(path, dtype, shape)
-        return Facts(fps, options["robot_type"] or known.get("robot_type"), names, fields, {})
+        return DatasetFacts(fps, options["robot_type"] or known.get("robot_type"), names, fields, {})
 
-    def check(self, arrays: Mapping[str, Array]) -> None:
-        """Refuse an episode that differs from the first."""
+    def check_same_fields(self, arrays: Mapping[str, Array]) -> None:
+        """Refuse an episode whose fields differ from those of the first one."""
         for path in {**self.fields, **arrays}:
             first = self.fields.get(path)
             now = (arrays[path].dtype.name, arrays[path].shape[1:]) if path in arrays else None
             if first != now:
                 raise DataError(f"field '{path}': expected {first} as in the first episode, got {now}")
 
-    def count(self, arrays: Mapping[str, Array]) -> None:
-        shapes = {path: _counted(*self.fields[path]) for path in arrays}
+    def update_statistics(self, arrays: Mapping[str, Array]) -> None:
+        shapes = {path: _statistics_shape(*self.fields[path]) for path in arrays}
         self._statistics.update({path: rows.reshape(-1, *shapes[path]) for path, rows in arrays.items()})
 
     def features(self) -> dict[str, Any]:
-        """As meta/info.json has them."""
-        own = {name_of(p): self._feature(p) for p in self.fields if p not in _BOOKKEEPING}
+        """Return the features in the form of meta/info.json."""
+        own = {feature_name(p): self._feature(p) for p in self.fields if p not in _BOOKKEEPING}
         return own | _BOOKKEEPING
 
     def _feature(self, path: str) -> dict[str, Any]:
@@ -103,13 +113,16 @@ class Facts:
         if is_image(dtype, shape):
             return {"dtype": "image", "shape": list(shape), "names": _IMAGE_NAMES}
         about = {"dtype": dtype, "shape": list(shape) or [1], "names": self.names.get(path)}
-        return about | ({COLUMN_KEY: True} if shape == (1,) else {})
+        return about | ({HAS_AXIS_KEY: True} if shape == (1,) else {})
 
     def statistics(self) -> dict[str, Any]:
-        """As meta/stats.json has them: of images by channel, from 0 to 1."""
-        return {name_of(path): self._counts(path, found) for path, found in self._statistics.result().items()}
+        """Return the statistics in the form of meta/stats.json. Images have values per channel, scaled to 0..1."""
+        return {
+            feature_name(path): self._field_statistics(path, found)
+            for path, found in self._statistics.result().items()
+        }
 
-    def _counts(self, path: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _field_statistics(self, path: str, found: Mapping[str, Any]) -> dict[str, Any]:
         dtype, shape = self.fields[path]
         if is_image(dtype, shape):
             n = int(found["count"].max()) // math.prod(shape[:2])
@@ -130,49 +143,47 @@ class Facts:
             "names": self.names,
             "fields": self.fields,
             "tasks": self.tasks,
-            "statistics": {p: {name: plain(p, a) for name, a in part.items()} for p, part in state.items()},
+            "statistics": {p: {name: to_json_value(p, a) for name, a in part.items()} for p, part in state.items()},
         }
 
     @staticmethod
-    def from_json(state: Mapping[str, Any]) -> Facts:
+    def from_json(state: Mapping[str, Any]) -> DatasetFacts:
         fields = {path: (dtype, tuple(shape)) for path, (dtype, shape) in state["fields"].items()}
-        facts = Facts(state["fps"], state["robot_type"], state["names"], fields, dict(state["tasks"]))
-        counted = state["statistics"]
+        facts = DatasetFacts(state["fps"], state["robot_type"], state["names"], fields, dict(state["tasks"]))
+        statistics = state["statistics"]
         facts._statistics.load_state_dict(
-            {p: {n: restored(a) for n, a in part.items()} for p, part in counted.items()}
+            {p: {n: from_json_value(a) for n, a in part.items()} for p, part in statistics.items()}
         )
         return facts
 
 
-def _imported(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Facts of the LeRobot dataset that a store was made of."""
+def _imported_facts(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the facts of the LeRobot dataset that the store was imported from, if any."""
     facts = metadata.get("dataset")
     known = facts.get("lerobot") if isinstance(facts, Mapping) else None
     return known if isinstance(known, Mapping) else {}
 
 
 def _check(path: str, dtype: str, shape: tuple[int, ...]) -> None:
-    name_of(path)
+    feature_name(path)
     expected = _BOOKKEEPING.get(path)
     if expected is not None and (dtype, shape) != (expected["dtype"], ()):
-        raise DataError(
-            f"field '{path}': LeRobot has {expected['dtype']} by that name, got {dtype}; leave it out with fields="
-        )
+        raise DataError(f"field '{path}': LeRobot's is {expected['dtype']}, got {dtype}; leave it out with fields=")
     if len(shape) > _MAX_AXES:
         raise DataError(
             f"field '{path}': expected at most {_MAX_AXES} axes, got {len(shape)}; leave it out with fields="
         )
 
 
-def _counted(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _statistics_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[-1:] if is_image(dtype, shape) else shape
 
 
-def as_column(rows: Array) -> Any:
-    """An Arrow array: images as PNG, others as numbers or lists of them."""
-    pa = library()
+def to_arrow_column(rows: Array) -> Any:
+    """Convert rows to an Arrow array: images become PNGs, other rows numbers or lists of numbers."""
+    pa = import_pyarrow()
     if is_image(rows.dtype.name, rows.shape[1:]):
-        data = pa.array([encoded(image) for image in rows], pa.binary())
+        data = pa.array([encode_png(image) for image in rows], pa.binary())
         return pa.StructArray.from_arrays([data, pa.nulls(len(rows), pa.string())], ["bytes", "path"])
     column = pa.array(np.ascontiguousarray(rows).reshape(-1))
     shape: tuple[int, ...] = rows.shape[1:]

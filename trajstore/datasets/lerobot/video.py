@@ -1,4 +1,4 @@
-"""Frames of videos, each found by its time."""
+"""Read frames of videos by their time."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.datasets.libraries import needed
+from trajstore.datasets.optional_imports import import_optional
 from trajstore.errors import FormatError, StoreNotFoundError
 from trajstore.schema import Array
 
 
-def library() -> Any:
-    """PyAV."""
-    return needed(
-        "av", "frames of videos need PyAV: pip install 'trajstore[video]', or leave them out with videos=False"
+def import_pyav() -> Any:
+    return import_optional(
+        "av", "frames of videos need PyAV: pip install 'trajstore[video]', or leave videos out with videos=False"
     )
 
 
-def frames(path: Path, start_s: float, n: int, fps: float, shape: tuple[int, ...]) -> Array:
-    """Frames from a time on, one every ``1 / fps`` seconds, ``[n, height, width, 3]`` in RGB.
+def read_frames(path: Path, start_s: float, n: int, fps: float, shape: tuple[int, ...]) -> Array:
+    """Read frames from a time on, one every ``1 / fps`` seconds, as RGB of shape ``[n, height, width, 3]``.
 
     Raises:
-        FormatError: There is no frame within half of that of the time of one.
+        StoreNotFoundError: The file does not exist.
+        FormatError: The file cannot be decoded, a frame has another shape, or no frame is within half a step of an
+            expected time.
     """
-    av = library()
+    av = import_pyav()
     if not path.is_file():
         raise StoreNotFoundError(f"{path} is missing")
     found = np.empty((n, *shape), np.uint8)
     is_found = np.zeros(n, bool)
     try:
         with av.open(str(path)) as container:
-            for number, frame in _decoded(container, start_s, n, fps):
+            for number, frame in _decode_frames(container, start_s, n, fps):
                 if (frame.height, frame.width, 3) != shape:
                     raise FormatError(f"{path}: expected frames of {shape}, got {(frame.height, frame.width, 3)}")
                 found[number], is_found[number] = frame.to_ndarray(format="rgb24"), True
@@ -44,10 +45,10 @@ def frames(path: Path, start_s: float, n: int, fps: float, shape: tuple[int, ...
     return found
 
 
-def _decoded(container: Any, start_s: float, n: int, fps: float) -> Any:
-    """Frames that are wanted, with their numbers."""
+def _decode_frames(container: Any, start_s: float, n: int, fps: float) -> Any:
+    """Yield the wanted frames with their numbers."""
     stream = container.streams.video[0]
-    # To the key frame before: a frame may be told as a difference from those before it.
+    # Start at the key frame before: later frames may be stored as differences from it.
     container.seek(int(start_s / stream.time_base), stream=stream, backward=True)
     for frame in container.decode(stream):
         number = -1 if frame.time is None else round((frame.time - start_s) * fps)

@@ -1,6 +1,6 @@
 """Minari datasets."""
 
-from trajstore.datasets.minari.sink import open_sink
-from trajstore.datasets.minari.source import MinariSource, open_source
+from trajstore.datasets.minari.reader import MinariReader, open_reader
+from trajstore.datasets.minari.writer import open_writer
 
-__all__ = ["MinariSource", "open_sink", "open_source"]
+__all__ = ["MinariReader", "open_reader", "open_writer"]

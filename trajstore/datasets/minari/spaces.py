@@ -1,4 +1,4 @@
-"""The spaces of a Minari dataset, as the JSON that it keeps of them."""
+"""Parse the spaces that a Minari dataset stores as JSON, and create spaces for fields."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from trajstore.errors import DataError, FormatError
 from trajstore.schema import Array, check_name, nest
 
 _MAX_DEPTH = 16
-_MIN_IMAGE = 32  # smaller ones are not encoded
+_MIN_IMAGE_SIZE = 32  # pixels; Minari does not encode smaller images
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A space that holds values: those that are made of others are taken apart.
+class SpaceLeaf:
+    """A space of values, inside the Dict and Tuple spaces that contain it.
 
     Attributes:
-        names: What leads to it: the keys of Dict spaces, and the places in Tuple spaces.
+        names: The keys of Dict spaces and positions in Tuple spaces that lead to it.
         space: Its JSON.
     """
 
@@ -30,7 +30,7 @@ class Part:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Of one value; None where the space does not say."""
+        """Shape of one value; None if the space does not state it."""
         kind = self.space["type"]
         if kind == "Box":
             return tuple(self.space["shape"])
@@ -43,53 +43,53 @@ class Part:
 
     @property
     def is_image(self) -> bool:
-        """Whether Minari stores its values as JPEG, if it was asked to."""
+        """Whether Minari stores its values as JPEG in a dataset with JPEG encoding."""
         shape = self.space.get("shape", ())
         return (
             self.space["type"] == "Box"
             and self.space["dtype"] == "uint8"
             and len(shape) in (2, 3)
-            and min(shape[:2]) >= _MIN_IMAGE
+            and min(shape[:2]) >= _MIN_IMAGE_SIZE
             and not np.any(self.space["low"])
             and bool(np.all(np.equal(self.space["high"], 255)))
         )
 
-    def path(self, head: str, place: str = "{}") -> str:
-        """Names joined with ``/``; places in tuples are written as ``place`` says."""
-        return "/".join([head, *(place.format(n) if isinstance(n, int) else n for n in self.names)])
+    def path(self, head: str, tuple_item: str = "{}") -> str:
+        """Join the names with ``/``. ``tuple_item`` formats positions in Tuple spaces."""
+        return "/".join([head, *(tuple_item.format(n) if isinstance(n, int) else n for n in self.names)])
 
 
-def parse(text: object, what: str) -> list[Part]:
-    """The parts of a space.
+def parse_space(text: object, what: str) -> list[SpaceLeaf]:
+    """Return the leaves of a space.
 
     Raises:
-        FormatError: It is none.
+        FormatError: The text is not a space.
     """
     try:
-        return list(_parts(json.loads(text) if isinstance(text, str) else None, ()))
+        return list(_leaves(json.loads(text) if isinstance(text, str) else None, ()))
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise FormatError(f"{what}: expected a space as Minari writes it, got {text!r:.80}: {error!r}") from error
 
 
-def _parts(space: Any, names: tuple[str | int, ...]) -> Iterator[Part]:
+def _leaves(space: Any, names: tuple[str | int, ...]) -> Iterator[SpaceLeaf]:
     if len(names) > _MAX_DEPTH:
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
     below = space.get("subspaces")
     if space["type"] == "Dict":
         for name, child in below.items():
-            yield from _parts(child, (*names, check_name(name, "name in a space")))
+            yield from _leaves(child, (*names, check_name(name, "name in a space")))
     elif space["type"] == "Tuple":
         for i, child in enumerate(below):
-            yield from _parts(child, (*names, i))
+            yield from _leaves(child, (*names, i))
     else:
-        yield Part(names, space)
+        yield SpaceLeaf(names, space)
 
 
-def derived(arrays: Mapping[str, Array], head: str) -> str:
-    """The widest space that holds the values of a field, or of a group of fields, as JSON."""
+def widest_space(arrays: Mapping[str, Array], head: str) -> str:
+    """Return, as JSON, the widest space that holds the values of a field or of a group of fields."""
     found = nest(arrays).get(head)
     if found is None:
-        raise DataError(f"there is no field '{head}', and none below it; say what takes its place")
+        raise DataError(f"field '{head}' is missing, and no group has that name")
     return json.dumps(_space(found))
 
 

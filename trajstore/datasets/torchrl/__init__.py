@@ -1,6 +1,6 @@
 """Dumps of TorchRL's replay buffers."""
 
-from trajstore.datasets.torchrl.dump import TorchRLDump, open_source
-from trajstore.datasets.torchrl.sink import open_sink
+from trajstore.datasets.torchrl.reader import TorchRLReader, open_reader
+from trajstore.datasets.torchrl.writer import open_writer
 
-__all__ = ["TorchRLDump", "open_sink", "open_source"]
+__all__ = ["TorchRLReader", "open_reader", "open_writer"]

@@ -1,1 +1,1 @@
-"""Loops compiled with numba, for the CPU. Modules here are imported only where numba is wanted."""
+"""Loops compiled by numba for the CPU. Only `selection` can be imported without numba."""

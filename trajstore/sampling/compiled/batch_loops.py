@@ -1,7 +1,7 @@
-"""Compiled loops for the CPU: what takes tens of small tensor operations elsewhere, in one pass.
+"""Compiled loops that draw, plan and copy batches on the CPU, each in one pass over the data.
 
-Each has a twin in tensor operations that gives the same values; a GPU uses that one. All release the GIL, none
-starts threads. Importing this module imports numba.
+Each loop has a twin made of tensor operations that gives the same values and is used on other devices. All loops
+release the GIL, and none starts threads. Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from numba.extending import intrinsic
 from trajstore.sampling.compiled.jit import compiled, random_bits
 from trajstore.schema import Array
 
-HAS_FINAL, TERMINATED, TRUNCATED, OPEN, BEGINS = 1, 2, 4, 8, 32  # as in the index
+HAS_FINAL, TERMINATED, TRUNCATED, OPEN, BEGINS = 1, 2, 4, 8, 32  # flags of episodes, as in `episode_index`
 
-_LINE = 64  # bytes that a processor fetches at once
-_AHEAD, _MAX_AHEAD = 4, 1024  # windows, and bytes of each, that are fetched before they are copied
+_LINE = 64  # bytes of a cache line
+_AHEAD, _MAX_AHEAD = 4, 1024  # windows that are prefetched before their turn, and bytes of each at most
 _BYTES, _NUMBERS = (ir.IntType(bits).as_pointer() for bits in (8, 64))
 
 
 @intrinsic
 def _copy_bytes(context: Any, out: Any, to: Any, data: Any, at: Any, n: Any) -> Any:
-    """Copy between flat uint8 arrays by memcpy: a compiled loop takes twice as long."""
+    """Copy ``n`` bytes from ``data[at:]`` to ``out[to:]`` with memcpy; a compiled loop takes twice as long."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         out, to, data, at, n = arguments
@@ -39,7 +39,7 @@ def _copy_bytes(context: Any, out: Any, to: Any, data: Any, at: Any, n: Any) -> 
 
 @intrinsic
 def _number_at(context: Any, address: Any, i: Any) -> Any:
-    """Element ``i`` of the int64 array at an address."""
+    """Return element ``i`` of the int64 array at a memory address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address, i = arguments
@@ -50,7 +50,7 @@ def _number_at(context: Any, address: Any, i: Any) -> Any:
 
 @intrinsic
 def _copy_memory(context: Any, to: Any, at: Any, n: Any) -> Any:
-    """Copy bytes from one address to another."""
+    """Copy ``n`` bytes from memory address ``at`` to ``to``."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         to, at, n = arguments
@@ -62,7 +62,7 @@ def _copy_memory(context: Any, to: Any, at: Any, n: Any) -> Any:
 
 @intrinsic
 def _prefetch(context: Any, address: Any) -> Any:
-    """Let the processor fetch the line of an address, which need not be one of anything."""
+    """Ask the processor to fetch the cache line of a memory address; any number is allowed."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number = ir.IntType(32)
@@ -76,7 +76,7 @@ def _prefetch(context: Any, address: Any) -> Any:
 
 @compiled
 def _last_at(rising: Array, wanted: Any) -> int:
-    """The last of rising numbers that is at most ``wanted``, or -1: of first rows of spans, the span of a row."""
+    """Return the position of the last of rising numbers that is at most ``wanted``, or -1."""
     left, right = 0, len(rising)
     while left < right:
         middle = (left + right) >> 1
@@ -91,9 +91,9 @@ def _last_at(rising: Array, wanted: Any) -> int:
 def draw(
     seed: np.uint64, counter: np.uint64, base: int, low: int, limit: int, sums: Array, entry: Array, offset: Array
 ) -> None:
-    """Draw numbers uniform in [low, low + limit) and find them in running sums: the entry, and the offset in it.
+    """Draw numbers uniform in [low, low + limit), and find each in running sums: its entry, and its offset there.
 
-    The sums begin with ``base``.
+    The sum before the first entry is ``base``.
     """
     for i in range(len(entry)):
         z = random_bits(seed, counter + np.uint64(i))
@@ -105,7 +105,7 @@ def draw(
 
 
 @compiled
-def frame(
+def window_steps(
     entry: Array,
     start: Array,
     steps: Array,
@@ -125,7 +125,11 @@ def frame(
     row: Array,
     source: Array,
 ) -> None:
-    """Each window's steps: positions moved to the nearest that exist, the six masks, handles, rows and sources."""
+    """Find the steps of windows: positions, masks, handles, rows and sources.
+
+    ``inside`` receives the position of each step, or of the nearest step that exists. ``masks`` receives the six
+    masks in the order of ``batch_plan.MASKS``. ``is_simple`` says that every episode has exactly one span.
+    """
     n_spans = len(span_logical)
     for b in range(len(entry)):
         e = entry[b]
@@ -165,7 +169,7 @@ def frame(
 
 
 @compiled
-def after(
+def transition_targets(
     entry: Array,
     inside: Array,
     n_step: Array,
@@ -176,9 +180,11 @@ def after(
     position: Array,
     is_terminal: Array,
 ) -> None:
-    """Where each step's transition leads, at most ``n_step`` on: steps taken, position, whether nothing follows.
+    """Find where each step's transition leads, at most ``n_step`` steps ahead.
 
-    Episodes with one of the flags ``good`` may be left by their last step.
+    ``taken`` receives the number of steps, ``position`` the position reached, or that of the last row if the
+    episode has no such row, and ``is_terminal`` whether the episode terminated there. The last step of an episode
+    has a transition only if the episode has one of the flags ``good``.
     """
     for b in range(len(entry)):
         e = entry[b]
@@ -206,7 +212,7 @@ def rows(
     row: Array,
     source: Array,
 ) -> None:
-    """Row and source of positions in episodes; neighbours mostly share a span, so the last one is tried first."""
+    """Find the row and source of positions in episodes. Neighbours mostly share a span, so it is tried first."""
     n_spans = len(span_logical)
     for b in range(len(entry)):
         base = logical[entry[b]]
@@ -229,11 +235,15 @@ def rows(
 def distinct_pages(
     source: Array, row: Array, row_base: Array, page_rows: int, seen: Array, tick: int, found: Array
 ) -> int:
-    """The distinct pages of rows, in order of appearance; ``seen`` remembers by page the last tick it was met."""
+    """Write the distinct pages of rows to ``found``, in order of appearance, and return how many there are.
+
+    ``row_base`` holds, by source, the virtual row of its row 0. ``seen`` holds, by page, the last tick at which the
+    page was found; pages with the current tick are left out.
+    """
     n = 0
     last_source = source.shape[1] - 1
     for b in range(row.shape[0]):
-        low, high = np.int64(0), np.int64(0)  # the page that was met last
+        low, high = np.int64(0), np.int64(0)  # virtual rows of the page found last
         for j in range(row.shape[1]):
             address = row[b, j] + row_base[source[b, min(j, last_source)]]
             if address < low or address >= high:
@@ -249,11 +259,13 @@ def distinct_pages(
 
 @compiled
 def copy_columns(columns: Array, source: Array, row: Array) -> int:
-    """Copy the same rows of several columns, those that lie one after the other as one; returns -1.
+    """Copy the same rows of several columns; neighbouring rows are copied together.
 
-    Each of ``columns`` is the address of an arena, bytes of a row, the address of the page table, rows of a page,
-    the address of the first rows of sources, and the address of where the rows go. A page that is not resident
-    stops it, with the number of the column.
+    Each line of ``columns`` holds the memory address of the arena, the bytes of a row, the memory address of the
+    page table (slot by page), the rows of a page, the memory address of the sources' first virtual rows, and the
+    memory address that the rows go to.
+
+    Returns -1, or the number of the first column with a page that is not resident; copying stops there.
     """
     n_windows, n = row.shape
     last_source = source.shape[1] - 1
@@ -261,7 +273,7 @@ def copy_columns(columns: Array, source: Array, row: Array) -> int:
         arena, row_bytes, table, page_rows, row_base, out = columns[c]
         n_ahead = min(n * row_bytes, _MAX_AHEAD)
         for b in range(n_windows if n else 0):
-            # Rows lie far apart: the processor is told some windows ahead what it will need.
+            # Rows of different windows lie far apart, so they are prefetched some windows ahead.
             for w in range(0 if b == 0 else b + _AHEAD, min(b + _AHEAD + 1, n_windows)):
                 address = row[w, 0] + _number_at(row_base, np.int64(source[w, 0]))
                 page = address // page_rows
@@ -301,9 +313,11 @@ def addresses_of(
     first_home: int,
     address: Array,
 ) -> None:
-    """Addresses of the steps that handles of one stream name; -1 for evicted ones, -2 past the end, -3 unknown.
+    """Find the step-table addresses of handles of one stream; handles of other streams are left as they are.
 
-    ``entries`` begins with episode ``first_entry``, ``homes`` with ``first_home``; what has an entry has a home.
+    An address is -1 if the step was evicted, -2 if it lies past the end of its episode, and -3 if the stream has no
+    such episode. ``entries`` starts with episode ``first_entry``, ``homes`` with episode ``first_home``. Every
+    episode that has an entry has a home.
     """
     for i in range(len(handles)):
         if handles[i, 0] != stream:
@@ -324,7 +338,7 @@ def addresses_of(
 
 @compiled
 def scatter_rows(data: Array, row_bytes: int, row: Array, position: Array, out: Array) -> None:
-    """Copy rows of flat bytes to positions of others, those that go one after the other as one."""
+    """Copy rows of ``data`` to row positions of ``out``, both flat bytes; neighbouring rows are copied together."""
     n = len(row)
     i = 0
     while i < n:

@@ -1,4 +1,4 @@
-"""The compiled loop that deals out episodes. Importing this module imports numba."""
+"""The compiled loop that divides episodes among ranks. Importing this module imports numba."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trajstore.schema import Array
 
 @compiled
 def least_loaded(lengths: Array, n: int) -> Array:
-    """For each length in turn, the place that has least so far; the first of several."""
+    """Assign each length in turn to the one of ``n`` places with the smallest load so far; the first of equals."""
     load = np.zeros(n, np.int64)
     place = np.empty(len(lengths), np.int64)
     for i in range(len(lengths)):

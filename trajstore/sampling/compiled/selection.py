@@ -1,4 +1,4 @@
-"""Whether the compiled loops can be used."""
+"""Chooses between compiled loops and tensor operations."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ import torch
 
 
 def compiled_loops(device: torch.device, compiled: bool, module: str = "batch_loops") -> ModuleType | None:
-    """Compiled loops, or None where tensor operations do the work: on other devices, or without numba."""
+    """Return a module of compiled loops, or None if tensor operations have to do the work.
+
+    Args:
+        device: Compiled loops only work on the CPU.
+        compiled: Whether the caller wants compiled loops.
+        module: Name of the module in ``trajstore.sampling.compiled``. It can not be imported without numba.
+    """
     if not compiled or device.type != "cpu":
         return None
     try:
         return import_module(f"trajstore.sampling.compiled.{module}")
-    except ImportError:  # numba follows new versions of Python with some delay
+    except ImportError:  # numba supports new versions of Python with some delay
         return None

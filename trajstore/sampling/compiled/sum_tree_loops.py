@@ -1,7 +1,7 @@
-"""Loops of the sum tree, compiled for the CPU. Imported only where numba is wanted.
+"""Compiled loops of the sum tree. Importing this module imports numba.
 
-All arrays are int64. ``sums`` is laid out as in sumtree, ``mins`` likewise but without the leaves (or empty, if the
-tree has no minima); ``offsets`` says where each level starts, leaves first.
+All arrays are int64. ``sums`` has the layout of `sum_tree`. ``mins`` has the same layout without the leaves, and is
+empty if the tree keeps no minima. ``offsets`` says where each level starts, leaves first.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import numpy as np
 from trajstore.sampling.compiled.jit import compiled, random_bits
 from trajstore.schema import Array
 
-BITS = 4  # of the fan-out, as in sumtree; a constant here, so that loops over a row are unrolled
+BITS = 4  # log2 of the fan-out, as in `sum_tree`; a constant here, so that loops over a row are unrolled
 
 _FAN_OUT = 1 << BITS
 _LINE = 8  # numbers in a cache line
-_BLOCK = 256  # items that go down together: their rows fit in the first cache
-_CACHED = 1 << 12  # numbers at the top of the tree that stay cached anyhow
-_NOTHING = (1 << 63) - 1
+_BLOCK = 256  # numbers searched together: the rows they need fit in the first-level cache
+_CACHED = 1 << 12  # numbers at the top of the tree that stay in the cache without prefetching
+_NO_POSITIVE_MASS = (1 << 63) - 1  # as in `sum_tree`
 _LOW_31 = (1 << 31) - 1
 
 
 @compiled
 def _right_half(sums: Array, at: int, rest: int, half: int) -> tuple[int, int]:
-    """Step over ``half`` nodes if ``rest`` lies behind them; without a branch, which could not be predicted."""
+    """Skip ``half`` nodes if ``rest`` lies behind them, without a branch, which the processor could not predict."""
     mass = 0
     for j in range(half):
-        mass += sums[np.uint64(at + j)]  # unsigned: a signed index costs a test for "from the end"
+        mass += sums[np.uint64(at + j)]  # unsigned, because numba tests signed indexes for being negative
     is_behind = rest >= mass
     return at + half * is_behind, rest - mass * is_behind
 
 
 @compiled
 def _fetch(sums: Array, first: int, node: Array) -> int:
-    """Touch the rows of all nodes: here the loads do not wait for each other, as they would on the way down.
+    """Load the rows of all nodes into the cache. Here the loads do not wait for each other, as they would later.
 
-    The result only keeps the compiler from leaving them out.
+    The result keeps the compiler from leaving out the loads; it has no other use.
     """
     touched = 0
     for i in range(len(node)):
@@ -48,13 +48,13 @@ def _fetch(sums: Array, first: int, node: Array) -> int:
 
 @compiled
 def _descend(sums: Array, offsets: Array, node: Array, rest: Array) -> int:
-    """From the root to the leaves, all items level by level."""
+    """Search from the root to the leaves, level by level, for all numbers in ``rest``."""
     touched = 0
     node[:] = 0
     for level in range(len(offsets) - 2, -1, -1):
         first, stop = offsets[level], offsets[level - 1] if level else len(sums)
         for i in range(len(node)):
-            # Only if a number is not below the total, a node may be padding, which has no children.
+            # A node can be padding, which has no children, only if a number is not below the total.
             node[i] = min(node[i], (stop - first >> BITS) - 1)
         if first > _CACHED:
             touched ^= _fetch(sums, first, node)
@@ -70,7 +70,7 @@ def _descend(sums: Array, offsets: Array, node: Array, rest: Array) -> int:
 
 @compiled
 def find(sums: Array, offsets: Array, n_leaves: int, leaf: Array, rest: Array) -> int:
-    """Find the leaves of the numbers in ``rest``, which become the leaves' masses."""
+    """Find the leaves that hold the numbers in ``rest``, and replace the numbers by the leaves' masses."""
     touched = 0
     for start in range(0, len(leaf), _BLOCK):
         touched ^= _descend(sums, offsets, leaf[start : start + _BLOCK], rest[start : start + _BLOCK])
@@ -82,7 +82,7 @@ def find(sums: Array, offsets: Array, n_leaves: int, leaf: Array, rest: Array) -
 
 @compiled
 def _scaled(bits: np.uint64, limit: Any) -> Any:
-    """The upper 62 bits as a fraction of the limit, rounded down; step by step as in sumtree."""
+    """Return ``limit`` times the fraction that the upper 62 bits stand for, rounded down, as `sum_tree` does."""
     fraction = np.int64(bits >> np.uint64(2))
     high, low = fraction >> 31, fraction & _LOW_31
     limit_high, limit_low = limit >> 31, limit & _LOW_31
@@ -101,7 +101,7 @@ def draw(
     leaf: Array,
     mass: Array,
 ) -> int:
-    """Fill ``leaf`` and ``mass`` with draws, made of the random numbers from ``counter`` on."""
+    """Draw leaves with the random numbers from ``counter`` on, and write them and their masses to the outputs."""
     n, low, width = len(leaf), 0, sums[0]
     share, spare = sums[0] // max(n, 1), sums[0] % max(n, 1)
     for i in range(n):
@@ -114,8 +114,8 @@ def draw(
 
 @compiled
 def _least(sums: Array, mins: Array, first: int, level: int) -> int:
-    """The smallest positive mass below the node whose row starts at ``first`` of ``level``."""
-    least = _NOTHING
+    """Return the smallest positive number of the row that starts at ``first``, in the minima or in the leaves."""
+    least = _NO_POSITIVE_MASS
     for j in range(first, first + _FAN_OUT):
         mass = sums[j] if level == 0 else mins[j]
         if 0 < mass < least:
@@ -136,7 +136,7 @@ def _update_minima(sums: Array, mins: Array, offsets: Array, leaf: int) -> None:
 
 @compiled
 def put(sums: Array, mins: Array, offsets: Array, n_leaves: int, index: Array, mass: Array) -> int:
-    """Set masses one after the other. Returns -1, or the first position that is wrong: then nothing changes."""
+    """Set masses one after the other. Returns -1, or the first invalid position; then nothing has changed."""
     for i in range(len(index)):
         if not 0 <= index[i] < n_leaves or mass[i] < 0:
             return i
@@ -154,7 +154,7 @@ def put(sums: Array, mins: Array, offsets: Array, n_leaves: int, index: Array, m
 
 @compiled
 def put_range(sums: Array, mins: Array, offsets: Array, start: int, mass: Array) -> int:
-    """Set the masses from ``start`` on. Returns -1, or the first position that is wrong: then nothing changes."""
+    """Set the masses from ``start`` on. Returns -1, or the first invalid position; then nothing has changed."""
     for i in range(len(mass)):
         if mass[i] < 0:
             return i
@@ -168,7 +168,7 @@ def put_range(sums: Array, mins: Array, offsets: Array, start: int, mass: Array)
 
 @compiled
 def sum_up(sums: Array, mins: Array, offsets: Array, start: int, stop: int) -> None:
-    """Make all nodes above the leaves ``[start, stop)`` right again."""
+    """Recompute all nodes above the leaves ``[start, stop)``."""
     for level in range(1, len(offsets)):
         start, stop = start >> BITS, ((stop - 1) >> BITS) + 1
         for node in range(start, stop):

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from trajstore.errors import CheckpointNotFoundError, CorruptionError, DataError, FormatError
+from trajstore.format.argument_checks import check_count
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.checkpoint_record import Checkpoint, parse_checkpoint
-from trajstore.format.commit_record import check_count
 from trajstore.format.zarr_json import GROUP
 from trajstore.storage import Storage
 from trajstore.store import state_codec

@@ -61,7 +61,7 @@ def records_shown(inspection: Inspection, checkpoint: Checkpoint) -> dict[str, C
             inspection.problem(where, f"its commit record: {newest}")
             continue
         try:
-            records[stream] = extent.of(newest)
+            records[stream] = extent.truncate(newest)
             if extent.record is not None and extent.record.layouts != records[stream].layouts:
                 inspection.problem(where, "its copy of the commit record describes other arrays")
         except CorruptionError as error:

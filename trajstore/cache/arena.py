@@ -1,0 +1,137 @@
+"""The memory that holds the resident pages of one column."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore.cache.tensor_dtypes import arena_dtypes
+from trajstore.schema import Array, Field
+
+
+class Arena:
+    """Slots of one page each, in one block of memory on the device.
+
+    The rows of all slots are numbered consecutively: *arena row* ``r`` is row ``r % page_rows`` of slot
+    ``r // page_rows``.
+
+    Attributes:
+        row_shape: Shape of one row.
+        row_bytes: Bytes of one row.
+        dtype: The dtype that batches show the column in.
+        data_ptr: Memory address of the first slot; only kept where compiled loops are used.
+    """
+
+    def __init__(
+        self, spec: Field, page_rows: int, device: torch.device, kernels: ModuleType | None = None
+    ) -> None:
+        self.row_shape = spec.shape
+        self.row_bytes = spec.row_bytes
+        self._page_rows = page_rows
+        self._dtype, self.dtype = arena_dtypes(spec)
+        self._storage_dtype = spec.storage_dtype
+        self._device = device
+        self._kernels = kernels
+        self._set_memory(torch.empty((0, page_rows, *spec.shape), dtype=self._dtype, device=device))
+
+    def _set_memory(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.data_ptr = 0
+        if self._kernels is not None:
+            self._bytes = memory.reshape(-1).view(torch.uint8).numpy()
+            self.data_ptr = memory.data_ptr()
+
+    def resize(self, n_slots: int) -> None:
+        """Change the number of slots; the contents of slots that exist before and after are kept."""
+        kept = min(n_slots, len(self._memory))
+        memory = self._allocate(n_slots)
+        memory[:kept] = self._memory[:kept]
+        self._set_memory(memory)
+
+    def _allocate(self, n_slots: int) -> torch.Tensor:
+        shape = (n_slots, self._page_rows, *self.row_shape)
+        if self._device.type != "cpu" or not n_slots:
+            return torch.empty(shape, dtype=self._dtype, device=self._device)
+        # numpy asks the system for huge pages, torch does not. Random reads of a large arena are a fifth faster
+        # with them.
+        n_bytes = n_slots * self._page_rows * self.row_bytes
+        return torch.from_numpy(np.empty(n_bytes, np.uint8)).view(self._dtype).view(shape)
+
+    # ---- filling slots
+
+    def slot_views(self, slots: Array) -> list[Array] | None:
+        """Return writable numpy views of slots; None if the arena is not in host memory."""
+        if self._device.type != "cpu":
+            return None
+        host = self._as_numpy(self._memory)
+        return [host[slot] for slot in slots]
+
+    def new_upload(self, n_pages: int) -> tuple[torch.Tensor, list[Array]]:
+        """Return host memory for pages (page-locked for CUDA) and numpy views of them, to fill before `upload`."""
+        is_locked = self._device.type == "cuda"
+        shape = (n_pages, self._page_rows, *self.row_shape)
+        pages = torch.empty(shape, dtype=self._dtype, pin_memory=is_locked)
+        return pages, list(self._as_numpy(pages))
+
+    def upload(self, slots: Array, pages: torch.Tensor) -> None:
+        """Copy pages from host memory into slots."""
+        index = torch.from_numpy(slots).to(self._device, non_blocking=True)
+        self._memory.index_copy_(0, index, pages.to(self._device, non_blocking=True))
+
+    def _as_numpy(self, pages: torch.Tensor) -> Array:
+        bits = pages.view(torch.int16) if self._dtype is torch.bfloat16 else pages
+        return bits.numpy().view(self._storage_dtype)
+
+    def new_host_pages(self, n_pages: int) -> Array:
+        """Return uninitialised host memory for pages, in the dtype that is stored."""
+        return np.empty((n_pages, self._page_rows, *self.row_shape), self._storage_dtype)
+
+    def write(self, rows: Array, values: Array) -> None:
+        """Overwrite arena rows with values in the dtype that is stored."""
+        if self._device.type == "cpu":
+            self._as_numpy(self._memory).reshape(-1, *self.row_shape)[rows] = values
+            return
+        bits = np.ascontiguousarray(values)
+        new = torch.from_numpy(bits.view(np.int16) if self._dtype is torch.bfloat16 else bits).view(self._dtype)
+        index = torch.from_numpy(rows).to(self._device)
+        self._memory.view(-1, *self.row_shape).index_copy_(0, index, new.to(self._device))
+
+    def copy_within(self, to_rows: Array, from_rows: Array) -> None:
+        """Copy arena rows to other arena rows."""
+        if self._device.type == "cpu":
+            flat: Any = self._as_numpy(self._memory).reshape(-1, *self.row_shape)
+            flat[to_rows] = flat[from_rows]
+            return
+        target, origin = (torch.from_numpy(a).to(self._device) for a in (to_rows, from_rows))
+        memory = self._memory.view(-1, *self.row_shape)
+        memory.index_copy_(0, target, memory.index_select(0, origin))
+
+    def copy_first_rows(self, other: Arena, n_rows: int) -> None:
+        """Copy the first arena rows of an arena whose pages may have another size."""
+        flat, before = (arena._memory.view(-1, *self.row_shape) for arena in (self, other))
+        flat[:n_rows] = before[:n_rows]
+
+    # ---- reading rows
+
+    def empty(self, shape: Sequence[int]) -> torch.Tensor:
+        """Return uninitialised memory on the device for rows: ``[*shape, *row_shape]``."""
+        return torch.empty((*shape, *self.row_shape), dtype=self.dtype, device=self._device)
+
+    def read(self, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Copy arena rows to ``out``, whose axes before the row's shape hold as many elements as ``rows``."""
+        flat = self._memory.view(-1, *self.row_shape)
+        torch.index_select(flat, 0, rows, out=out.view(self._dtype).view(-1, *self.row_shape))
+        return out
+
+    def scatter(self, rows: Array, positions: Array, out: Array, pages: Array | None = None) -> None:
+        """Copy arena rows to positions of ``out`` (flat bytes), with a compiled loop.
+
+        If host memory for ``pages`` is given, the rows are rows of those pages instead.
+        """
+        assert self._kernels is not None
+        origin = self._bytes if pages is None else pages.reshape(-1).view(np.uint8)
+        self._kernels.scatter_rows(origin, self.row_bytes, rows, positions, out)

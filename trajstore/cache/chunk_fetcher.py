@@ -1,0 +1,123 @@
+"""Reads chunks from storage or from the tier of compressed chunks, and decodes them in threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from trajstore.cache.cache_stats import CacheStats
+from trajstore.cache.column_pages import ColumnPages
+from trajstore.cache.compressed_tier import ChunkKey, CompressedTier
+from trajstore.errors import StorageError
+from trajstore.schema import Array
+from trajstore.storage import Storage
+from trajstore.store.stream_reader import StreamReader
+
+_N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_WAVE_CHUNKS = 256  # encoded chunks that are held in memory at once when they come over a network
+_MIN_TASK_CHUNKS = 4  # a thread gets at least this many chunks
+
+StoredChunk = tuple[StreamReader, str, int]  # the reader of its stream, path of the field, chunk number
+Job = TypeVar("Job")
+
+
+class DecodeBuffers:
+    """Memory that one thread uses again for every chunk that it reads."""
+
+    def __init__(self) -> None:
+        self.encoded = bytearray()
+        self._pages: dict[tuple[str, int], Array] = {}
+
+    def pages(self, column: ColumnPages, n_pages: int) -> Array:
+        """Return memory for one decoded chunk of a column."""
+        pages = self._pages.get((column.path, n_pages))
+        if pages is None or pages.shape[1] != column.page_rows:
+            pages = self._pages[column.path, n_pages] = column.arena.new_host_pages(n_pages)
+        return pages
+
+
+class ChunkFetcher:
+    """Fetches and decodes chunks.
+
+    Args:
+        storage: Reads objects, and lends its threads.
+        tier: Compressed chunks in RAM.
+        stats: Where reads and decoded bytes are counted.
+    """
+
+    def __init__(self, storage: Storage, tier: CompressedTier, stats: CacheStats) -> None:
+        self._storage = storage
+        self._tier = tier
+        self._stats = stats
+        self._idle_buffers: list[DecodeBuffers] = []  # one for each thread that has worked
+        self._fetched: dict[ChunkKey, memoryview] = {}  # chunks of the current wave that are not decoded yet
+
+    def for_each(
+        self,
+        jobs: Sequence[Job],
+        work: Callable[[Job, DecodeBuffers], None],
+        chunk_of: Callable[[Job], StoredChunk],
+    ) -> None:
+        """Call ``work(job, buffers)`` for every job, in threads.
+
+        ``work`` calls `decode` for the chunk that ``chunk_of`` returns. If the storage is remote, the encoded
+        chunks are fetched first, many at a time.
+        """
+        if not self._storage.is_remote:
+            self._run(jobs, work)
+            return
+        for start in range(0, len(jobs), _WAVE_CHUNKS):
+            wave = jobs[start : start + _WAVE_CHUNKS]
+            self._fetch([chunk_of(job) for job in wave])
+            try:
+                self._run(wave, work)
+            finally:
+                self._fetched.clear()
+
+    def _fetch(self, chunks: Sequence[StoredChunk]) -> None:
+        """Read encoded chunks that the compressed tier does not have, all at once."""
+        keys = {}
+        for reader, path, number in chunks:
+            chunk_key = (reader.record.id, path, number)
+            is_here = self._tier.budget and chunk_key in self._tier
+            if not is_here and (object_key := reader.chunk_key(f"steps/{path}", number)):
+                keys[chunk_key] = object_key
+        try:
+            found = self._storage.get_many(list(keys.values()))
+        except (OSError, StorageError):
+            return  # `decode` reads each chunk alone, and its error says which chunk failed
+        self._fetched.update(zip(keys, (memoryview(data) for data in found), strict=True))
+
+    def _run(self, jobs: Sequence[Job], work: Callable[[Job, DecodeBuffers], None]) -> None:
+        # One task for each processor, because a task costs as much as decoding a chunk.
+        n_tasks = min(len(jobs) // _MIN_TASK_CHUNKS, _N_CPUS) or 1
+
+        def run_task(task: int) -> None:
+            buffers = self._idle_buffers.pop() if self._idle_buffers else DecodeBuffers()
+            for job in jobs[task::n_tasks]:
+                work(job, buffers)
+            self._idle_buffers.append(buffers)
+
+        self._storage.map(run_task, range(n_tasks))
+
+    def decode(self, chunk: StoredChunk, encoded: bytearray, out: Array) -> None:
+        """Decode a chunk into ``out``, from the compressed tier or from storage.
+
+        ``encoded`` is memory that the encoded chunk may be read into.
+
+        Raises:
+            ChunkError: The chunk is damaged or missing.
+        """
+        reader, path, number = chunk
+        key, array = (reader.record.id, path, number), f"steps/{path}"
+        kept = self._tier.get(key) if self._tier.budget else None
+        if kept is not None:
+            self._stats.host_hits += 1
+            reader.decode_chunk(array, number, kept, out)
+            return
+        data = self._fetched.pop(key, None) or reader.chunk(array, number, encoded)
+        self._stats.bytes_read += len(data)
+        reader.decode_chunk(array, number, data, out)
+        if self._tier.budget:  # after decoding: only chunks that passed their checksum are kept
+            self._tier.put(key, data)

@@ -1,0 +1,107 @@
+"""The cached pages of one column: a page table, and the arena that the pages lie in."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import numpy as np
+import torch
+
+from trajstore.cache.arena import Arena
+from trajstore.cache.page_table import PageTable
+from trajstore.schema import Array, Field
+
+
+class ColumnPages:
+    """Pages of one column, and the slots that hold some or all of them.
+
+    Source 0 holds the live rows: live row ``i`` is always arena row ``i``.
+
+    Args:
+        path: Path of the field.
+        spec: Its dtype and shape.
+        page_rows: Rows of a page.
+        device: Where the arena is.
+        live_rows: Number of live rows.
+        kernels: Compiled loops, for the CPU.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        spec: Field,
+        page_rows: int,
+        device: torch.device,
+        live_rows: int = 0,
+        kernels: ModuleType | None = None,
+    ) -> None:
+        self.path = path
+        self.page_rows = page_rows
+        self.page_bytes = page_rows * spec.row_bytes
+        self.table = PageTable(page_rows, device, -(-live_rows // page_rows), kernels)
+        self.arena = Arena(spec, page_rows, device, kernels)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena."""
+        return self.table.n_slots * self.page_bytes
+
+    @property
+    def nbytes_of_all_pages(self) -> int:
+        """Bytes that the arena would need to hold every page."""
+        return self.table.n_pages * self.page_bytes
+
+    def set_slots(self, n: int) -> None:
+        """Change the number of slots; pages stay resident where their slot still exists."""
+        # First, so that after a failed allocation no page is mapped to a slot that does not exist.
+        self.table.is_direct = self.table.is_direct and n >= self.table.n_pages
+        if n != self.table.n_slots:
+            self.arena.resize(n)
+            self.table.set_slots(n)
+
+    def gather(self, source: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Copy rows of resident pages to ``out``, ``[*row.shape, *row_shape]``, with tensor operations."""
+        return self.arena.read(self.table.arena_rows(source, row), out)
+
+    def copy_arguments(self, out: torch.Tensor) -> tuple[int, ...]:
+        """Return the column's line of the ``columns`` argument of the compiled loop ``copy_columns``."""
+        arena, table = self.arena, self.table
+        slots, first_rows = table.slot_of_page.data_ptr, table.first_virtual_row.data_ptr
+        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, out.data_ptr()
+
+    # ---- live rows
+
+    def adopt_live_rows(self, old: ColumnPages, n_rows: int) -> None:
+        """Copy the live rows of a column that had pages of another size."""
+        self.arena.copy_first_rows(old.arena, n_rows)
+
+    def move_live_rows(self, source: int, live: Array, rows: Array, start: int, stop: int) -> None:
+        """Copy live rows, which are committed now, to the pages of the source that they belong to.
+
+        A resident page that receives all its new rows stays resident; one that does not is forgotten. A new page
+        that receives all its rows becomes resident if a slot is empty.
+
+        Args:
+            source: The source whose rows ``[start, stop)`` are new.
+            live: Live rows.
+            rows: The row of the source that each of them became.
+            start: First new row of the source.
+            stop: End of its new rows.
+        """
+        table = self.table
+        first, last = start // self.page_rows, -(-stop // self.page_rows)
+        pages = table.first_page(source) + np.arange(first, last)
+        covered = np.ones((last - first) * self.page_rows, bool)
+        covered[start - first * self.page_rows : stop - first * self.page_rows] = False
+        covered[rows - first * self.page_rows] = True
+        is_whole = covered.reshape(-1, self.page_rows).all(1)
+        is_resident = table.slots(pages) >= 0
+        table.forget(pages[is_resident & ~is_whole])
+        is_new = np.arange(first, last) * self.page_rows >= start
+        added = pages[is_whole & ~is_resident & is_new][: max(0, table.n_empty)]
+        if len(added):
+            slots, _ = table.claim(added)
+            table.set_resident(added, slots, 1)
+        slot = table.slots(table.first_page(source) + rows // self.page_rows)
+        chosen = slot >= 0
+        self.arena.copy_within(slot[chosen] * self.page_rows + rows[chosen] % self.page_rows, live[chosen])

@@ -1,0 +1,41 @@
+"""The schema of a store, and values checked against it.
+
+A schema names the fields of a step, with fixed dtype and shape, and the columns of an episode. `definition` holds
+`Schema` and `Field`, `nesting` turns nested mappings into paths and back, `values` checks arrays.
+"""
+
+from trajstore.schema.definition import (
+    DTYPES,
+    MAX_METADATA_BYTES,
+    Array,
+    Field,
+    Schema,
+    check_name,
+    selected_paths,
+)
+from trajstore.schema.nesting import check_paths, flatten, nest
+from trajstore.schema.values import (
+    as_array,
+    check_value,
+    infer_schema,
+    round_to_bfloat16,
+    widen_bfloat16,
+)
+
+__all__ = [
+    "DTYPES",
+    "MAX_METADATA_BYTES",
+    "Array",
+    "Field",
+    "Schema",
+    "as_array",
+    "check_name",
+    "check_paths",
+    "check_value",
+    "flatten",
+    "infer_schema",
+    "nest",
+    "round_to_bfloat16",
+    "selected_paths",
+    "widen_bfloat16",
+]
