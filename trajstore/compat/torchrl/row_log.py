@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -218,7 +218,7 @@ class RowLog:
         marks = {stream: min(max(0, front - start), rows) for (stream, rows), start in streams}
         return {stream: row for stream, row in {**marks, self._writer.stream: own}.items() if row}
 
-    def _pins(self) -> Mapping[str, int]:
+    def _pins(self) -> Marks:
         return checkpoints.pins(self._storage)
 
     def _records(self) -> tuple[CommitRecord, ...]:
