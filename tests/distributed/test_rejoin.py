@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +16,8 @@ import trajstore
 from tests.conftest import Place
 from tests.replay.test_buffer import crash
 from trajstore import Field, Priorities, RankError, ReplayBuffer, Schema, Windows
+from trajstore.store import checkpoints
+from trajstore.store.verify import verify
 
 T = TypeVar("T")
 SCHEMA = Schema({"obs": Field("float32", (2,)), "reward": Field("float32")})
@@ -142,6 +145,37 @@ def test_storage_is_freed_behind_a_rank_that_came_back(url: str, ranks: list[Rep
     assert shown(ranks[0]) == dict.fromkeys(range(5), 8)
     rows = [episode["length"] for episode in store.episodes if episode["stream"] == old]
     assert rows == []
+
+
+@pytest.mark.parametrize("share", ["partition", "whole"])
+def test_evicted_rows_stay_evicted_when_both_ranks_come_back_one_after_the_other(url: str, share: str) -> None:
+    """The rank that came back first has named the other's stream, and never hears of later evictions there."""
+    fields = {name: replace(field, chunk_rows=8) for name, field in SCHEMA.fields.items()}
+    options = OPTIONS | {"schema": Schema(fields), "share": share, "world_size": 2, "fsync": False}
+    ranks = on_all(2, lambda r: ReplayBuffer(url, rank=r, **options))
+    for buffer in ranks:
+        fill(buffer, 0)
+    on_all(2, lambda r: ranks[r].save_checkpoint("a", wait=True))
+    crash(ranks[0])
+    ranks[0] = rejoin(url, 0)
+    fill(ranks[1], 100)
+    ranks[1].flush()
+    ranks[1].clear()
+    fill(ranks[1], 200, n=1)
+    ranks[1].flush()
+    checkpoints.remove(trajstore.open(url).snapshot.storage, ranks[0].checkpoints[0].id)
+    ranks[1].session.collector.flush()
+    crash(ranks[1])
+    ranks[1] = rejoin(url, 1, **OPTIONS, share=share)
+    fill(ranks[1], 300, n=1)
+    ranks[1].flush()
+    assert verify(url).problems == []
+    store = trajstore.open(url)
+    numbers = {int(store.read_episode(i)["obs"][0, 0]) for i in range(len(store))}
+    assert numbers >= {1200, 1300}
+    assert not numbers & {*range(1000, 1005), *range(1100, 1105)}
+    for buffer in ranks:
+        buffer.close()
 
 
 def test_who_never_was_there_can_not_come_back(url: str, ranks: list[ReplayBuffer]) -> None:

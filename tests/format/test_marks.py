@@ -72,7 +72,8 @@ def first_live_row(stream: str, records: list[CommitRecord]) -> int:
     living = [r for r in records if r.world == newest and r.id not in dead]
     if by_id[stream] in living:
         return own
-    named = [r.view.first_rows[stream] for r in living if stream in r.view.first_rows]
+    speaking = [r for r in living if by_id[stream].world != newest or stream in r.view.dead]
+    named = [r.view.first_rows[stream] for r in speaking if stream in r.view.first_rows]
     return min(named) if named else own
 
 
@@ -119,6 +120,8 @@ def test_a_rank_that_came_back_decides_about_its_former_stream() -> None:
     former = record(A, 1.0, "w", first_row=50, view=view(c=9))
     back = record(B, 2.0, "w", view=view((A,), a=20, c=30))
     assert Marks.live([former, back, record(C, 0.0, "old")]) == {A: 20, B: 0, C: 30}
+    other = record(D, 3.0, "w", view=view(a=10, c=40))  # has not heard of what the former session gave up
+    assert Marks.live([former, back, other, record(C, 0.0, "old")]) == {A: 20, B: 0, C: 30, D: 0}
 
 
 def test_without_worlds_the_smallest_mark_counts_but_none_goes_back() -> None:
@@ -140,8 +143,8 @@ def test_the_newest_world_is_that_of_the_record_created_last() -> None:
 class History:
     """Sessions that come and go, as those of replay buffers do, and the rows that were deleted.
 
-    Ranks either show only their own streams, and one of them may die and come back; or they show the streams of all
-    ranks. Sessions give up rows only of streams that they have named from the start, or that ranks show to all.
+    Ranks show only their own streams, or those of all ranks; they may die and come back. Sessions give up rows of
+    streams that they have named from the start, or that ranks show to all.
     """
 
     is_shared: bool
@@ -196,10 +199,8 @@ class History:
             del self.checkpoints[which % len(self.checkpoints)]
 
     def come_back(self, n: int, which: int) -> None:
-        """The last rank dies, and another session takes its place, from the newest checkpoint if one exists."""
-        if self.is_shared:
-            return
-        stream = self.ranks.pop()
+        """A rank dies, and another session takes its place, from the newest checkpoint if one exists."""
+        stream = self.ranks.pop(which % len(self.ranks))
         kept = self.checkpoints[-1] if self.checkpoints else {}
         self.ranks.append(self._open({**self.live(), **kept}, (stream, *self.records[stream].view.dead)))
 
@@ -213,7 +214,8 @@ class History:
         live = self.live()
         assert all(row <= live[stream] for stream, row in self.deleted.items()), "a deleted row is shown"
         assert all(live[s] <= self.records[s].first_row for s in self.ranks), "its writer wants a hidden row"
-        for stream in live.keys() - {*self.ranks}:
+        of_world = {r.id for r in self.records.values() if r.world == f"w{self.n_worlds}"}
+        for stream in live.keys() - of_world:
             wanted = [r.view.first_rows.get(stream, live[stream]) for r in map(self.records.get, self.ranks) if r]
             assert live[stream] <= min(wanted), "a running session wants a hidden row"
 

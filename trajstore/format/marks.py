@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.format.commit_record import CommitRecord
@@ -24,8 +24,9 @@ class Marks(Mapping[str, int]):
         """The first live row of each stream, according to the records of all sessions.
 
         Living sessions are those of the newest world that no session of that world declares dead. A living session
-        decides alone about its own stream. About any other stream the living sessions that name it decide together:
-        the smallest of their marks counts. If none names it, its own mark stays.
+        decides alone about its own stream, and a rank that came back about its former stream, which it has declared
+        dead. About streams of older worlds the living sessions that name them decide together: the smallest of
+        their marks counts. If none decides, the stream's own mark stays.
 
         If no record has a world, the larger of a stream's own mark and the smallest mark of any session counts.
         """
@@ -34,12 +35,12 @@ class Marks(Mapping[str, int]):
         if world is None:
             return own.raised(_smallest_view_marks(records).only(own))
         of_world = [record for record in records if record.world == world]
-        # A rank that came back has declared its former stream dead, and decides about it like any other session.
         dead = {stream for record in of_world for stream in record.view.dead}
         living = [record for record in of_world if record.id not in dead]
-        decided = _smallest_view_marks(living).only(own)
-        # A living session's own mark outweighs what others say: a lower mark of a session that is behind would
+        # Other sessions of its world have no say about a stream: a lower mark of a session that is behind would
         # show rows that are deleted already, a higher one would hide rows that the writer still wants.
+        not_theirs = {record.id for record in of_world}
+        decided = _smallest_view_marks(living, not_theirs).only(own)
         return Marks({**own, **decided, **{record.id: record.first_row for record in living}})
 
     @staticmethod
@@ -82,10 +83,14 @@ def newest_world(records: Iterable[CommitRecord]) -> str | None:
     return None if newest is None else newest.world
 
 
-def _smallest_view_marks(records: Iterable[CommitRecord]) -> Marks:
-    """By stream, the smallest mark that any of these sessions has set for a stream of another session."""
+def _smallest_view_marks(records: Iterable[CommitRecord], only_if_dead: Container[str] = ()) -> Marks:
+    """By stream, the smallest mark that any of these sessions has set for a stream of another session.
+
+    For streams in ``only_if_dead``, only sessions count that declare the stream dead.
+    """
     marks: dict[str, int] = {}
     for record in records:
         for stream, row in record.view.first_rows.items():
-            marks[stream] = min(row, marks.get(stream, row))
+            if stream not in only_if_dead or stream in record.view.dead:
+                marks[stream] = min(row, marks.get(stream, row))
     return Marks(marks)
