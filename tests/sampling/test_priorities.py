@@ -1678,7 +1678,7 @@ def test_absurd_columns_are_refused_and_allocate_nothing(
 def put_by_hand(store: Store, target: str, values: Array, **kwargs: Any) -> None:
     writer = store.writer("hand", commit_seconds=None)
     writer._pipeline.put_column(
-        trajstore.writing.stream_appender.DerivedColumnChange(target, "priority", values, **kwargs)
+        trajstore.writing.commit_batch.DerivedColumnChange(target, "priority", values, **kwargs)
     )
     writer.commit()
     writer._release()
@@ -1703,7 +1703,7 @@ def test_stored_values_that_are_no_priorities_are_refused(tmp_path: Path, values
 def test_changes_of_rows_that_do_not_exist_are_refused(tmp_path: Path, rows: list[int]) -> None:
     store = store_of([9, 8], url=str(tmp_path / "s"))
     writer, target = store.writer("hand", commit_seconds=None), store.streams[0].id
-    change = trajstore.writing.stream_appender.DerivedColumnChange
+    change = trajstore.writing.commit_batch.DerivedColumnChange
     writer._pipeline.put_column(change(target, "priority", np.ones(17, np.float32)))
     values = np.ones(len(rows), np.float32)
     writer._pipeline.put_column(change(target, "priority", values, rows=np.array(rows)))
