@@ -12,8 +12,8 @@ import torch
 from _harness import Case, Report, arguments, scratch, stopwatch
 
 import trajstore
+from trajstore.sampling.priorities.sum_tree import SumTree
 from trajstore.sampling.rng import CounterRng
-from trajstore.sampling.sum_tree import SumTree
 
 BATCH = 256
 BETA = 0.4

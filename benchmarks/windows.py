@@ -24,9 +24,9 @@ from _harness import Case, Report, arguments, stopwatch
 import trajstore
 from trajstore.format.spans import SPAN_FLOATS, SPAN_INTS, End, Spans, VisibleSpans
 from trajstore.sampling.compiled.selection import compiled_loops
-from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.index.episode_index import EpisodeIndex
+from trajstore.sampling.index.snapshot_follower import SnapshotFollower
 from trajstore.sampling.rng import CounterRng
-from trajstore.sampling.snapshot_follower import SnapshotFollower
 from trajstore.sampling.window_starts import WindowStarts
 
 BATCH, LENGTH = 256, 32

@@ -72,10 +72,10 @@ if TYPE_CHECKING:
     from trajstore.replay.buffer import ReplayBuffer
     from trajstore.replay.pacing import SamplesPerInsert
     from trajstore.replay.retention import Retention
+    from trajstore.sampling.batches.outputs import Ring
     from trajstore.sampling.hindsight import Hindsight
     from trajstore.sampling.mixture import Mixture
-    from trajstore.sampling.outputs import Ring
-    from trajstore.sampling.priority_options import Linear, Priorities
+    from trajstore.sampling.priorities.priority_options import Linear, Priorities
     from trajstore.sampling.reader import Reader
     from trajstore.sampling.torch_datasets import BatchDataset, WindowDataset
     from trajstore.sampling.windows import Windows
@@ -137,15 +137,15 @@ __all__ = [
 _NEED_TORCH = {
     "BatchDataset": "trajstore.sampling.torch_datasets",
     "Hindsight": "trajstore.sampling.hindsight",
-    "Linear": "trajstore.sampling.priority_options",
+    "Linear": "trajstore.sampling.priorities.priority_options",
     "Mixture": "trajstore.sampling.mixture",
     "PartitionReport": "trajstore.distributed.partition_report",
     "Partitions": "trajstore.distributed.partitions",
-    "Priorities": "trajstore.sampling.priority_options",
+    "Priorities": "trajstore.sampling.priorities.priority_options",
     "Reader": "trajstore.sampling.reader",
     "ReplayBuffer": "trajstore.replay.buffer",
     "Retention": "trajstore.replay.retention",
-    "Ring": "trajstore.sampling.outputs",
+    "Ring": "trajstore.sampling.batches.outputs",
     "SamplesPerInsert": "trajstore.replay.pacing",
     "WindowDataset": "trajstore.sampling.torch_datasets",
     "Windows": "trajstore.sampling.windows",

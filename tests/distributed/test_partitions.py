@@ -16,7 +16,7 @@ from trajstore.distributed.partition_report import PartitionReport
 from trajstore.distributed.partitions import Partitions, assign_episodes, least_loaded
 from trajstore.format.spans import End
 from trajstore.sampling.compiled.selection import compiled_loops
-from trajstore.sampling.index_entries import GONE
+from trajstore.sampling.index.index_entries import GONE
 from trajstore.schema import Array
 
 POLICIES = ("steps", "episodes", "contiguous", "interleaved")

@@ -45,7 +45,7 @@ from trajstore import (
     Windows,
 )
 from trajstore.replay.options import OptionChanges, RejoinChanges, ReplayOptions
-from trajstore.sampling.priority_options import Linear
+from trajstore.sampling.priorities.priority_options import Linear
 
 SCHEMA = Schema(
     {

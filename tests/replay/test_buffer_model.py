@@ -26,7 +26,7 @@ from tests.sampling.test_live_episodes import check_masses
 from tests.sampling.test_reader import Episode as Facts
 from tests.sampling.test_reader import legal_starts
 from trajstore import DataError, NotReadyError, Priorities, ReplayBuffer, Retention, SamplesPerInsert, Windows
-from trajstore.sampling.priority_options import Linear
+from trajstore.sampling.priorities.priority_options import Linear
 from trajstore.schema import Array
 
 ENVS = 4

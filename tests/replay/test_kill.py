@@ -23,7 +23,7 @@ import torch
 
 import trajstore
 from trajstore import CheckpointNotFoundError, Field, Priorities, ReplayBuffer, Schema, Windows
-from trajstore.sampling.priority_options import Linear
+from trajstore.sampling.priorities.priority_options import Linear
 
 SCHEMA = Schema(
     {

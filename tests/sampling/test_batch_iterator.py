@@ -22,7 +22,7 @@ from tests.support.sharding import mark, read_record
 from trajstore import BatchDataset, Field, Reader, Ring, Schema, Store, WindowDataset, Windows
 from trajstore.errors import ClosedError, CorruptionError
 from trajstore.format.commit_record import SessionView
-from trajstore.sampling.outputs import flat_outputs
+from trajstore.sampling.batches.outputs import flat_outputs
 from trajstore.sampling.permutation import Permutation
 from trajstore.schema import Array
 from trajstore.writing.writer import Writer

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from trajstore import Field, Priorities, ReplayBuffer, Schema, Windows
-from trajstore.sampling.batch_assembler import BatchAssembler
-from trajstore.sampling.change_log import BoundedLog, ChangeLog
-from trajstore.sampling.outputs import flat_outputs
-from trajstore.sampling.step_table import StepTable
+from trajstore.sampling.batches.batch_assembler import BatchAssembler
+from trajstore.sampling.batches.outputs import flat_outputs
+from trajstore.sampling.index.change_log import BoundedLog, ChangeLog
+from trajstore.sampling.step_columns.step_table import StepTable
 from trajstore.schema import Array
 
 SCHEMA = Schema({"obs": Field("float32", (2,), chunk_rows=16)})
@@ -146,8 +146,8 @@ def test_batches_are_the_same_where_the_log_forgets_nearly_all(monkeypatch: pyte
         clear(self)
 
     monkeypatch.setattr(StepTable, "_clear_unused", count)
-    monkeypatch.setattr("trajstore.sampling.change_log._MAX_REMOVALS", 1)
-    monkeypatch.setattr("trajstore.sampling.step_table._MAX_CHANGES", 1)
+    monkeypatch.setattr("trajstore.sampling.index.change_log._MAX_REMOVALS", 1)
+    monkeypatch.setattr("trajstore.sampling.step_columns.step_table._MAX_CHANGES", 1)
     got = play(PRIORITIES[name])
     assert forgotten
     assert len(got) == len(expected)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import trajstore
 from tests.sampling.test_reader import schema
 from trajstore.format.spans import VisibleSpans
-from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.index.episode_index import EpisodeIndex
+from trajstore.sampling.index.snapshot_follower import SnapshotFollower
 from trajstore.sampling.rng import CounterRng
-from trajstore.sampling.snapshot_follower import SnapshotFollower
 from trajstore.sampling.window_starts import WindowStarts
 from trajstore.sampling.windows import Windows
 from trajstore.store.snapshot import Snapshot
@@ -123,7 +123,7 @@ def test_an_index_that_follows_evictions_equals_one_made_at_once(
 
 
 def test_evicted_entries_are_compacted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.sampling.episode_index._MIN_DEAD", 4)
+    monkeypatch.setattr("trajstore.sampling.index.episode_index._MIN_DEAD", 4)
     store = trajstore.create("memory://index-compacts", schema((4, 4, 4)))
     writer = store.writer(commit_seconds=None)
     index = EpisodeIndex(CPU)

@@ -21,10 +21,10 @@ from tests.sampling.test_priorities import Evicted
 from tests.sampling.test_reader import ENDS, Episode, chi_square
 from tests.store.test_device_sync import NoSync
 from trajstore import DataError, Field, Schema, SnapshotExpiredError, Store
-from trajstore.sampling.batch_assembler import BatchAssembler
-from trajstore.sampling.batch_plan import PER_WINDOW_KEYS
+from trajstore.sampling.batches.batch_assembler import BatchAssembler
+from trajstore.sampling.batches.batch_plan import PER_WINDOW_KEYS
+from trajstore.sampling.batches.outputs import flat_outputs
 from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight
-from trajstore.sampling.outputs import flat_outputs
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.relabelling import Relabeller
 from trajstore.sampling.rng import CounterRng

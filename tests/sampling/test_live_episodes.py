@@ -227,7 +227,7 @@ def test_what_was_committed_before_anybody_looked_is_read_from_the_stream() -> N
 
 
 def test_a_commit_is_made_when_live_rows_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.sampling.live_pages.LivePages.set_rows", lambda self, n: _few(self))
+    monkeypatch.setattr("trajstore.sampling.live.live_pages.LivePages.set_rows", lambda self, n: _few(self))
     store = new_store()
     writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
     reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)

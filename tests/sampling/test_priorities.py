@@ -38,8 +38,8 @@ from tests.support.faulty import (
 )
 from trajstore import CorruptionError, DataError, FormatError, StorageError, Store, TrajstoreError, Writer
 from trajstore.format.spans import VisibleSpans
-from trajstore.sampling.outputs import Ring
-from trajstore.sampling.priority_options import Linear, Priorities
+from trajstore.sampling.batches.outputs import Ring
+from trajstore.sampling.priorities.priority_options import Linear, Priorities
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array

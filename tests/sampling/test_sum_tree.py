@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trajstore.errors import DataError
-from trajstore.sampling import sum_tree as sumtree
 from trajstore.sampling.compiled import sum_tree_loops as sumtree_kernels
+from trajstore.sampling.priorities import sum_tree as sumtree
+from trajstore.sampling.priorities.sum_tree import NO_POSITIVE_MASS, SumTree
 from trajstore.sampling.rng import CounterRng
-from trajstore.sampling.sum_tree import NO_POSITIVE_MASS, SumTree
 
 CPU = torch.device("cpu")
 LIMIT = 1 << 62
@@ -478,7 +478,7 @@ def test_both_paths_have_one_layout() -> None:
 
 def test_numba_is_imported_only_for_compiled_loops() -> None:
     script = (
-        "import sys, torch, trajstore.sampling.sum_tree as s\n"
+        "import sys, torch, trajstore.sampling.priorities.sum_tree as s\n"
         "s.SumTree(torch.device('cpu'), compiled=False); s.SumTree(torch.device('meta'))\n"
         "assert 'numba' not in sys.modules\n"
         "s.SumTree(torch.device('cpu'))\n"

@@ -26,7 +26,7 @@ from tests.sampling.test_reader import (
 )
 from tests.sampling.test_reader import check_transition as check_transition_of
 from trajstore import DataError, Field, Schema, Store
-from trajstore.sampling.outputs import flat_outputs
+from trajstore.sampling.batches.outputs import flat_outputs
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import DTYPES, Array

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 import trajstore
 from tests.sampling.test_reader import small_store
 from trajstore import Field, Reader, Ring, Schema, Store, Windows
-from trajstore.sampling.episode_index import EpisodeIndex
-from trajstore.sampling.outputs import flat_outputs
-from trajstore.sampling.snapshot_follower import SnapshotFollower
+from trajstore.sampling.batches.outputs import flat_outputs
+from trajstore.sampling.index.episode_index import EpisodeIndex
+from trajstore.sampling.index.snapshot_follower import SnapshotFollower
 
 aten = torch.ops.aten
 # Their result, or the shape of it, is only known once the device has come to them.

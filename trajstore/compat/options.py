@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict
 
 from trajstore.replay.options import ReplayOptions
 from trajstore.replay.pacing import SamplesPerInsert
-from trajstore.sampling.priority_options import Priorities
+from trajstore.sampling.priorities.priority_options import Priorities
 
 _STORE_OPTIONS = {"storage_options", "fsync"}
 

@@ -14,8 +14,8 @@ from trajstore.distributed.incomplete_episodes import fates_by_cause, masks_by_c
 from trajstore.distributed.partitions import Partitions, Policy, assign_episodes
 from trajstore.errors import CorruptionError
 from trajstore.format.spans import End, join_spans_by_episode, span_table
-from trajstore.sampling.episode_lookup import EpisodeFinder
-from trajstore.sampling.index_entries import GONE
+from trajstore.sampling.index.episode_lookup import EpisodeFinder
+from trajstore.sampling.index.index_entries import GONE
 from trajstore.schema import Array
 from trajstore.storage import Storage
 from trajstore.store import checkpoints

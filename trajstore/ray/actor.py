@@ -23,7 +23,7 @@ from trajstore.ray.rollout_blocks import BufferCall
 from trajstore.ray.sample_reply import SampleReply
 from trajstore.ray.service_spec import ServiceSpec, open_partition
 from trajstore.replay.buffer import ReplayBuffer
-from trajstore.sampling.outputs import Ring, flat_outputs
+from trajstore.sampling.batches.outputs import Ring, flat_outputs
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array
 

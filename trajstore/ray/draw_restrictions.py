@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trajstore.sampling.batch_assembler import Where
+from trajstore.sampling.batches.batch_assembler import Where
 from trajstore.sampling.draws import DrawScope
 from trajstore.sampling.hindsight import Hindsight
 

@@ -12,7 +12,7 @@ from trajstore.errors import NotReadyError
 from trajstore.ray.draw_restrictions import DrawRestrictions
 from trajstore.replay.buffer import ReplayBuffer
 from trajstore.sampling.draws import DrawScope, first_recent
-from trajstore.sampling.priority_sampler import PrioritySampler
+from trajstore.sampling.priorities.priority_sampler import PrioritySampler
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array
 

@@ -27,9 +27,9 @@ from trajstore.ray.service_start import find_service, start_actors
 from trajstore.ray.union_sampler import UnionSampler
 from trajstore.ray.writer import RayWriter
 from trajstore.replay.options import PartitionChanges
-from trajstore.sampling.batch_assembler import Where
+from trajstore.sampling.batches.batch_assembler import Where
+from trajstore.sampling.batches.outputs import to_batch
 from trajstore.sampling.hindsight import Hindsight
-from trajstore.sampling.outputs import to_batch
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema
 from trajstore.store.store import Url

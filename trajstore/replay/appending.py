@@ -9,7 +9,7 @@ from typing import Any
 from trajstore.replay.pacing import SamplesPerInsert
 from trajstore.replay.readiness import Readiness
 from trajstore.replay.turns import TurnTaking
-from trajstore.sampling.batch_assembler import BatchAssembler
+from trajstore.sampling.batches.batch_assembler import BatchAssembler
 
 _PUBLISH_ROWS = 1 << 14  # appended rows after which limits are applied even if no thread samples
 

@@ -30,8 +30,8 @@ from trajstore.replay.session_start import (
     start_rejoined,
     start_resumed,
 )
-from trajstore.sampling.batch_assembler import Where
-from trajstore.sampling.priority_options import Priorities
+from trajstore.sampling.batches.batch_assembler import Where
+from trajstore.sampling.priorities.priority_options import Priorities
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema

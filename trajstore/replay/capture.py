@@ -13,7 +13,7 @@ from trajstore.format.commit_record import CommitRecord
 from trajstore.replay.checkpoint_writer import CapturedState
 from trajstore.replay.evictor import unshown_rows
 from trajstore.replay.turns import TurnTaking
-from trajstore.sampling.batch_assembler import BatchAssembler
+from trajstore.sampling.batches.batch_assembler import BatchAssembler
 from trajstore.writing.writer import Writer
 
 

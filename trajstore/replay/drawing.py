@@ -11,7 +11,7 @@ from trajstore.replay.pacing import SamplesPerInsert
 from trajstore.replay.session_state import as_tensors
 from trajstore.replay.turns import TurnTaking
 from trajstore.sampling.batch_iterator import BatchIterator
-from trajstore.sampling.outputs import Batch
+from trajstore.sampling.batches.outputs import Batch
 from trajstore.sampling.reader import Reader
 
 _MAX_REDRAWS = 8

@@ -9,7 +9,7 @@ import numpy as np
 
 from trajstore.format.handles import EpisodeKey
 from trajstore.replay.evictor import Evictor, unshown_rows
-from trajstore.sampling.batch_assembler import BatchAssembler, Where
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where
 from trajstore.sampling.reader import Reader
 from trajstore.schema import Array
 from trajstore.store.garbage_collection import GarbageCollector

@@ -11,9 +11,9 @@ import numpy as np
 from trajstore.arguments import parse_bytes
 from trajstore.format.spans import expand_counts
 from trajstore.replay.retention import PART, Retention
-from trajstore.sampling.batch_assembler import BatchAssembler
-from trajstore.sampling.episode_numbers import EpisodeNumberMap
-from trajstore.sampling.index_entries import GONE, OPEN
+from trajstore.sampling.batches.batch_assembler import BatchAssembler
+from trajstore.sampling.index.episode_numbers import EpisodeNumberMap
+from trajstore.sampling.index.index_entries import GONE, OPEN
 from trajstore.schema import Array
 from trajstore.store.snapshot import Snapshot
 

@@ -12,7 +12,7 @@ from trajstore.distributed.partitions import Partitions, RankEpisodes
 from trajstore.replay.retention_state import RetentionMerge
 from trajstore.replay.session_state import Counters, RankShare
 from trajstore.replay.statistics import RunningStatistics
-from trajstore.sampling.index_entries import TRUNCATED
+from trajstore.sampling.index.index_entries import TRUNCATED
 from trajstore.sampling.reader_state import IndexOrder, ReaderMerge
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Schema

@@ -14,7 +14,7 @@ from trajstore.distributed.rank_group import check_ranks, torch_ranks
 from trajstore.errors import DataError
 from trajstore.replay.pacing import SamplesPerInsert
 from trajstore.replay.retention import PART, Retention
-from trajstore.sampling.priority_options import Linear, Priorities
+from trajstore.sampling.priorities.priority_options import Linear, Priorities
 from trajstore.sampling.windows import Windows
 
 

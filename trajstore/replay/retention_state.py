@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.replay.session_state import RankShare
-from trajstore.sampling.episode_lookup import EpisodeFinder
+from trajstore.sampling.index.episode_lookup import EpisodeFinder
 from trajstore.sampling.reader_state import stream_numbers
 from trajstore.schema import Array
 

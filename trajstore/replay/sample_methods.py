@@ -10,11 +10,11 @@ import torch
 
 from trajstore.arguments import check_positive
 from trajstore.replay.session import Session
-from trajstore.sampling.batch_assembler import Where
 from trajstore.sampling.batch_iterator import BatchIterator
+from trajstore.sampling.batches.batch_assembler import Where
+from trajstore.sampling.batches.outputs import Batch, Ring
 from trajstore.sampling.hindsight import Hindsight
-from trajstore.sampling.outputs import Batch, Ring
-from trajstore.sampling.priority_options import PriorityChanges
+from trajstore.sampling.priorities.priority_options import PriorityChanges
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Field
 

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from trajstore.errors import ClosedError, NotReadyError
-from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
-from trajstore.sampling.batch_plan import BatchPlan
-from trajstore.sampling.cuda_streams import current_event, side_stream, wait_for
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, WindowKind
+from trajstore.sampling.batches.batch_plan import BatchPlan
+from trajstore.sampling.batches.cuda_streams import current_event, side_stream, wait_for
+from trajstore.sampling.batches.evicted_windows import are_goals_evicted, evicted_windows
+from trajstore.sampling.batches.outputs import Ring, to_batch
 from trajstore.sampling.draws import Draws, RandomDraws, StagedDraws
-from trajstore.sampling.evicted_windows import are_goals_evicted, evicted_windows
 from trajstore.sampling.hindsight import GOAL_INDEX
-from trajstore.sampling.outputs import Ring, to_batch
-from trajstore.sampling.prioritised_draws import PrioritisedDraws
+from trajstore.sampling.priorities.prioritised_draws import PrioritisedDraws
 from trajstore.sampling.segment_loader import SegmentLoader
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.schema import Array

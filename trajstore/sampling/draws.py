@@ -12,7 +12,7 @@ import torch
 
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError
-from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.permutation import Permutation
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows, concat_drawn

@@ -12,10 +12,10 @@ import torch
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError, NotReadyError, SchemaError
 from trajstore.sampling.apportionment import apportion, draw_counts
-from trajstore.sampling.batch_assembler import Where
+from trajstore.sampling.batches.batch_assembler import Where
+from trajstore.sampling.batches.outputs import Batch, Ring, check_outputs, flat_outputs
 from trajstore.sampling.hindsight import Hindsight
 from trajstore.sampling.joined_batches import SOURCE, BatchPart, join, joined_shapes, listed
-from trajstore.sampling.outputs import Batch, Ring, check_outputs, flat_outputs
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema, nest

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from trajstore.arguments import check_positive, parse_bytes
-from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.batch_iterator import BatchIterator
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where, WindowKind
+from trajstore.sampling.batches.outputs import Batch, Ring
 from trajstore.sampling.draws import DrawScope, EpochDraws, RandomDraws, StagedDraws
 from trajstore.sampling.hindsight import Hindsight
-from trajstore.sampling.index_entries import handles_of
-from trajstore.sampling.outputs import Batch, Ring
-from trajstore.sampling.prioritised_draws import PrioritisedDraws
-from trajstore.sampling.priority_options import Priorities
+from trajstore.sampling.index.index_entries import handles_of
+from trajstore.sampling.priorities.prioritised_draws import PrioritisedDraws
+from trajstore.sampling.priorities.priority_options import Priorities
 from trajstore.sampling.reader_batches import ReaderBatches
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.step_values import StepValues

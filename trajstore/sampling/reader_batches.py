@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.batch_iterator import BatchIterator
-from trajstore.sampling.derived_columns import DerivedColumns
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where, WindowKind
+from trajstore.sampling.batches.outputs import Batch, Ring, flat_outputs, to_batch
 from trajstore.sampling.draws import Draws
 from trajstore.sampling.hindsight import Hindsight
-from trajstore.sampling.index_entries import handles_of
-from trajstore.sampling.outputs import Batch, Ring, flat_outputs, to_batch
-from trajstore.sampling.prioritised_draws import PrioritisedDraws
+from trajstore.sampling.index.index_entries import handles_of
+from trajstore.sampling.priorities.prioritised_draws import PrioritisedDraws
 from trajstore.sampling.relabelling import Relabeller
 from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.step_columns.derived_columns import DerivedColumns
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from trajstore.errors import CorruptionError
 from trajstore.format.spans import expand_ranges
-from trajstore.sampling.episode_lookup import EpisodeFinder
+from trajstore.sampling.index.episode_lookup import EpisodeFinder
 from trajstore.schema import Array
 
 _NEW_MASSES = {"scale": 0.0, "limit": 0.0, "size": 0, "ranked_at": 0, "is_loose": False, "ranks": None}

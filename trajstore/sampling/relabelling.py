@@ -17,10 +17,10 @@ import torch
 from trajstore.cache.row_request import RowRequest
 from trajstore.cache.tensor_dtypes import SIGNED_VIEW
 from trajstore.errors import DataError, SnapshotExpiredError
-from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
-from trajstore.sampling.batch_plan import BatchPlan
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, WindowKind
+from trajstore.sampling.batches.batch_plan import BatchPlan
 from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight, Outcome
-from trajstore.sampling.index_entries import HAS_FINAL
+from trajstore.sampling.index.index_entries import HAS_FINAL
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows, relative_positions

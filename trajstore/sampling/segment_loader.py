@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from trajstore.sampling.batch_assembler import BatchAssembler
+from trajstore.sampling.batches.batch_assembler import BatchAssembler
 from trajstore.sampling.draws import StagedDraws
 from trajstore.sampling.window_starts import DrawnWindows
 

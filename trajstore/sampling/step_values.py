@@ -8,12 +8,19 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from trajstore.errors import DataError, EpisodeNotFoundError
-from trajstore.sampling.batch_assembler import BatchAssembler, Where
-from trajstore.sampling.derived_columns import DerivedColumns
-from trajstore.sampling.priority_options import UNCHANGED, Duplicates, Normalize, Over, Priorities, Unchanged
-from trajstore.sampling.priority_options import Kind as PriorityKind
-from trajstore.sampling.priority_sampler import PrioritySampler
-from trajstore.sampling.step_table import StepTable
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where
+from trajstore.sampling.priorities.priority_options import (
+    UNCHANGED,
+    Duplicates,
+    Normalize,
+    Over,
+    Priorities,
+    Unchanged,
+)
+from trajstore.sampling.priorities.priority_options import Kind as PriorityKind
+from trajstore.sampling.priorities.priority_sampler import PrioritySampler
+from trajstore.sampling.step_columns.derived_columns import DerivedColumns
+from trajstore.sampling.step_columns.step_table import StepTable
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, Field
 from trajstore.writing.writer import Writer

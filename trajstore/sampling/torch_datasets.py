@@ -14,10 +14,10 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from trajstore.arguments import parse_bytes
-from trajstore.sampling.batch_assembler import BatchAssembler, Where
 from trajstore.sampling.batch_iterator import BatchIterator
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where
+from trajstore.sampling.batches.outputs import Batch, flat_outputs, to_batch
 from trajstore.sampling.draws import Draws, DrawScope, EpochDraws, RandomDraws
-from trajstore.sampling.outputs import Batch, flat_outputs, to_batch
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.windows import Windows
 from trajstore.schema import nest

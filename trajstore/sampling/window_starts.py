@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from trajstore.cache.growable_array import GrowableArray
-from trajstore.sampling.environment_chains import EnvironmentChains
-from trajstore.sampling.episode_index import EpisodeIndex
-from trajstore.sampling.index_entries import HAS_FINAL
+from trajstore.sampling.index.environment_chains import EnvironmentChains
+from trajstore.sampling.index.episode_index import EpisodeIndex
+from trajstore.sampling.index.index_entries import HAS_FINAL
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.windows import Windows, starts_before, usable_steps
 from trajstore.schema import Array

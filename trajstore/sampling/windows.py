@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 import torch
 
-from trajstore.sampling.index_entries import HAS_FINAL, TERMINATED
+from trajstore.sampling.index.index_entries import HAS_FINAL, TERMINATED
 from trajstore.schema import Array
 
 Boundary = Literal["strict", "pad_left", "pad_right", "pad_both", "short", "cross"]

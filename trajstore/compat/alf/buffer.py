@@ -36,7 +36,7 @@ from trajstore.errors import DataError, NotReadyError, StoreNotFoundError
 from trajstore.replay.buffer import ReplayBuffer as Buffer
 from trajstore.replay.options import with_ranks
 from trajstore.sampling.hindsight import Hindsight
-from trajstore.sampling.priority_options import Priorities
+from trajstore.sampling.priorities.priority_options import Priorities
 from trajstore.schema import Array, Schema, as_array, nest
 from trajstore.store import checkpoints
 from trajstore.store.store import Store

@@ -7,7 +7,7 @@ import numpy as np
 from trajstore.compat.alf.integer_table import IntegerTable
 from trajstore.compat.alf.ring_windows import WindowParts, WindowStarts
 from trajstore.compat.alf.stored_steps import StoredSteps
-from trajstore.sampling.index_entries import GONE
+from trajstore.sampling.index.index_entries import GONE
 from trajstore.schema import Array
 
 # Columns of the table of episodes. A step's t is its position minus the shift of its episode.

@@ -15,7 +15,7 @@ from trajstore.compat.alf.replay_internals import priorities_of, priority_column
 from trajstore.errors import NotReadyError
 from trajstore.format.spans import expand_ranges
 from trajstore.replay.buffer import ReplayBuffer
-from trajstore.sampling.sum_tree import SumTree
+from trajstore.sampling.priorities.sum_tree import SumTree
 from trajstore.schema import Array
 
 _HEADROOM = 8  # bits by which the largest priority may grow, at most, before all masses are computed again

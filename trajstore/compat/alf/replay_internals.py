@@ -11,7 +11,7 @@ import torch
 
 from trajstore.compat.alf.environment_rings import EnvironmentRings
 from trajstore.replay.buffer import ReplayBuffer
-from trajstore.sampling.priority_column import PriorityColumn
+from trajstore.sampling.priorities.priority_column import PriorityColumn
 from trajstore.sampling.rng import CounterRng
 from trajstore.schema import Array, Field
 

@@ -17,7 +17,7 @@ from trajstore.compat.private_store import free_private_store, private_url
 from trajstore.compat.torchrl.ted import Block, assemble, differs, parse
 from trajstore.errors import DataError
 from trajstore.replay.buffer import ReplayBuffer as Buffer
-from trajstore.sampling.priority_options import Priorities
+from trajstore.sampling.priorities.priority_options import Priorities
 from trajstore.sampling.windows import Boundary, Windows
 from trajstore.schema import flatten, nest
 from trajstore.writing.staging import staged_rows

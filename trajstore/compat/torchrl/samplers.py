@@ -14,7 +14,7 @@ from torchrl.data import find_start_stop_traj
 from torchrl.data.replay_buffers import PrioritizedSampler, Sampler
 
 from trajstore.errors import DataError, NotReadyError
-from trajstore.sampling.sum_tree import NO_POSITIVE_MASS, SumTree
+from trajstore.sampling.priorities.sum_tree import NO_POSITIVE_MASS, SumTree
 from trajstore.sampling.windows import Windows, relative_positions
 
 Key = str | tuple[str, ...]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trajstore.errors import CorruptionError
-from trajstore.sampling.step_table import StepTable
+from trajstore.sampling.step_columns.step_table import StepTable
 from trajstore.schema import Array
 
 COLUMN = "priority"

@@ -10,14 +10,14 @@ import torch
 
 from trajstore.errors import DataError
 from trajstore.format.spans import expand_ranges
-from trajstore.sampling.batch_assembler import BatchAssembler, Where
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where
 from trajstore.sampling.draws import DrawScope, first_recent
-from trajstore.sampling.priority_column import PriorityColumn
-from trajstore.sampling.priority_masses import PriorityMasses
-from trajstore.sampling.priority_options import Priorities
+from trajstore.sampling.priorities.priority_column import PriorityColumn
+from trajstore.sampling.priorities.priority_masses import PriorityMasses
+from trajstore.sampling.priorities.priority_options import Priorities
+from trajstore.sampling.priorities.sum_tree import SumTree
 from trajstore.sampling.rng import CounterRng
-from trajstore.sampling.step_table import AddressChange
-from trajstore.sampling.sum_tree import SumTree
+from trajstore.sampling.step_columns.step_table import AddressChange
 from trajstore.sampling.window_starts import DrawnWindows, concat_drawn
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array

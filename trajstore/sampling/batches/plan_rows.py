@@ -10,9 +10,9 @@ import torch
 
 from trajstore.cache.row_request import RowRequest
 from trajstore.errors import SnapshotExpiredError
-from trajstore.sampling.batch_plan import BatchPlan
-from trajstore.sampling.change_log import MovedRows
-from trajstore.sampling.index_entries import LIVE, RowLocations
+from trajstore.sampling.batches.batch_plan import BatchPlan
+from trajstore.sampling.index.change_log import MovedRows
+from trajstore.sampling.index.index_entries import LIVE, RowLocations
 from trajstore.schema import Array
 
 

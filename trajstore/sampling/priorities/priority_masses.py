@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from trajstore.errors import DataError
-from trajstore.sampling.priority_column import PriorityColumn
-from trajstore.sampling.priority_options import Priorities
+from trajstore.sampling.priorities.priority_column import PriorityColumn
+from trajstore.sampling.priorities.priority_options import Priorities
 from trajstore.schema import Array
 
 _HEADROOM_BITS = 3  # the largest mass may grow by this much before the scale is chosen again

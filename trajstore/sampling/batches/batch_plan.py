@@ -17,8 +17,8 @@ from trajstore.cache.row_request import RowRequest
 from trajstore.cache.tensor_dtypes import SIGNED_VIEW
 from trajstore.errors import DataError
 from trajstore.format.spans import End
-from trajstore.sampling.episode_index import EpisodeIndex
-from trajstore.sampling.index_entries import (
+from trajstore.sampling.index.episode_index import EpisodeIndex
+from trajstore.sampling.index.index_entries import (
     BEGINS,
     HAS_FINAL,
     HEADLESS,

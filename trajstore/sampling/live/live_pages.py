@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trajstore.sampling.change_log import ChangeLog
+from trajstore.sampling.index.change_log import ChangeLog
 from trajstore.schema import Array
 
 _MAX_PAGE_ROWS = 64

@@ -14,7 +14,7 @@ import torch
 from trajstore.cache.chunk_cache import ChunkCache
 from trajstore.cache.row_request import RowRequest
 from trajstore.errors import ClosedError, CorruptionError, NotReadyError
-from trajstore.sampling.episode_tensors import EpisodeTensors
+from trajstore.sampling.index.episode_tensors import EpisodeTensors
 from trajstore.schema import Array, Schema
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.stream_reader import ChunkError, MissingChunkError

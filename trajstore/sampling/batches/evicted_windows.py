@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from trajstore.sampling.batch_assembler import WindowKind
-from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.batches.batch_assembler import WindowKind
+from trajstore.sampling.index.episode_index import EpisodeIndex
 from trajstore.schema import Array
 
 

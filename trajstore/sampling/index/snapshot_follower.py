@@ -10,9 +10,9 @@ import numpy as np
 
 from trajstore.errors import EpisodeNotFoundError
 from trajstore.format.spans import End, EpisodeSpans, VisibleSpans, join_spans_by_episode, span_table
-from trajstore.sampling.episode_index import EpisodeIndex
-from trajstore.sampling.eviction_floors import EvictionFloors
-from trajstore.sampling.index_entries import GONE, IndexEntries
+from trajstore.sampling.index.episode_index import EpisodeIndex
+from trajstore.sampling.index.eviction_floors import EvictionFloors
+from trajstore.sampling.index.index_entries import GONE, IndexEntries
 from trajstore.schema import Array
 from trajstore.store.snapshot import Snapshot
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trajstore.sampling.episode_numbers import EpisodeNumberMap
-from trajstore.sampling.index_entries import GONE
+from trajstore.sampling.index.episode_numbers import EpisodeNumberMap
+from trajstore.sampling.index.index_entries import GONE
 from trajstore.schema import Array
 
 

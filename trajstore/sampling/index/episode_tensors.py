@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from trajstore.cache.growable_array import GrowableArray
-from trajstore.sampling.episode_numbers import EpisodeNumberMap
-from trajstore.sampling.index_entries import GONE, HAS_FINAL, RowLocations
+from trajstore.sampling.index.episode_numbers import EpisodeNumberMap
+from trajstore.sampling.index.index_entries import GONE, HAS_FINAL, RowLocations
 from trajstore.schema import Array
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trajstore.cache.growable_array import GrowableArray
-from trajstore.sampling.episode_numbers import EpisodeNumberMap
+from trajstore.sampling.index.episode_numbers import EpisodeNumberMap
 from trajstore.schema import Array
 
 HOMELESS = -(1 << 62)  # the home of an episode that has no range

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from trajstore.errors import DataError
 from trajstore.format.commit_record import CommitRecord
-from trajstore.sampling.cached_rows import CachedRows
-from trajstore.sampling.episode_index import EpisodeIndex
-from trajstore.sampling.live_episodes import AppendedRows, LiveEpisodes, LiveRowChange
+from trajstore.sampling.index.episode_index import EpisodeIndex
+from trajstore.sampling.live.cached_rows import CachedRows
+from trajstore.sampling.live.live_episodes import AppendedRows, LiveEpisodes, LiveRowChange
 from trajstore.schema import Array
 from trajstore.writing.staging import Staging
 from trajstore.writing.writer import Writer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trajstore.sampling.episode_numbers import EpisodeNumberMap
+from trajstore.sampling.index.episode_numbers import EpisodeNumberMap
 from trajstore.schema import Array
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from trajstore.errors import DataError
-from trajstore.sampling.index_entries import handles_of
-from trajstore.sampling.step_updates import learning_steps
+from trajstore.sampling.index.index_entries import handles_of
+from trajstore.sampling.step_columns.step_updates import learning_steps
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array
 

@@ -11,14 +11,14 @@ import torch
 
 from trajstore.errors import CorruptionError, DataError
 from trajstore.format.ids import is_column_name
-from trajstore.sampling.batch_assembler import BatchAssembler, WindowKind
-from trajstore.sampling.batch_plan import RESERVED, BatchPlan
-from trajstore.sampling.index_entries import handles_of
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, WindowKind
+from trajstore.sampling.batches.batch_plan import RESERVED, BatchPlan
+from trajstore.sampling.index.index_entries import handles_of
 from trajstore.sampling.joined_batches import SOURCE
 from trajstore.sampling.relabelling import Relabeller
-from trajstore.sampling.step_table import EVICTED, StepTable
-from trajstore.sampling.step_updates import addresses_to_update, learning_steps
-from trajstore.sampling.stored_column import StoredColumn
+from trajstore.sampling.step_columns.step_table import EVICTED, StepTable
+from trajstore.sampling.step_columns.step_updates import addresses_to_update, learning_steps
+from trajstore.sampling.step_columns.stored_column import StoredColumn
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import relative_positions
 from trajstore.schema import Array, Field

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from trajstore.format.spans import expand_counts, expand_ranges
-from trajstore.sampling.address_ranges import HOMELESS, AddressRanges, Places, distinct
-from trajstore.sampling.change_log import BoundedLog, Removal
-from trajstore.sampling.episode_index import EpisodeIndex
-from trajstore.sampling.index_entries import LIVE, OPEN
+from trajstore.sampling.index.change_log import BoundedLog, Removal
+from trajstore.sampling.index.episode_index import EpisodeIndex
+from trajstore.sampling.index.index_entries import LIVE, OPEN
+from trajstore.sampling.step_columns.address_ranges import HOMELESS, AddressRanges, Places, distinct
 from trajstore.schema import Array
 
 # Returned in place of the address of a step that is not in the index; the compiled loops use the same numbers.

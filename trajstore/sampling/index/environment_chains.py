@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trajstore.sampling.episode_index import EpisodeIndex
+from trajstore.sampling.index.episode_index import EpisodeIndex
 from trajstore.schema import Array
 
 

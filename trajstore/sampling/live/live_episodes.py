@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from trajstore.format.spans import End, expand_counts
-from trajstore.sampling.change_log import ChangeLog
-from trajstore.sampling.index_entries import LIVE, IndexEntries, flags_of
-from trajstore.sampling.integer_table import IntegerTable
-from trajstore.sampling.live_pages import LivePages
-from trajstore.sampling.writer_inbox import Amendment, StagedBlock, WriterInbox
+from trajstore.sampling.index.change_log import ChangeLog
+from trajstore.sampling.index.index_entries import LIVE, IndexEntries, flags_of
+from trajstore.sampling.live.integer_table import IntegerTable
+from trajstore.sampling.live.live_pages import LivePages
+from trajstore.sampling.live.writer_inbox import Amendment, StagedBlock, WriterInbox
 from trajstore.schema import Array
 from trajstore.writing.staging import Staging
 

@@ -12,11 +12,11 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from trajstore.sampling.change_log import ChangeLog
-from trajstore.sampling.episode_numbers import EpisodeNumberMap
-from trajstore.sampling.episode_overrides import EpisodeOverrides
-from trajstore.sampling.episode_tensors import EpisodeTensors
-from trajstore.sampling.index_entries import BEGINS, HAS_FINAL, HEADLESS, IndexEntries
+from trajstore.sampling.index.change_log import ChangeLog
+from trajstore.sampling.index.episode_numbers import EpisodeNumberMap
+from trajstore.sampling.index.episode_overrides import EpisodeOverrides
+from trajstore.sampling.index.episode_tensors import EpisodeTensors
+from trajstore.sampling.index.index_entries import BEGINS, HAS_FINAL, HEADLESS, IndexEntries
 from trajstore.schema import Array
 
 _MIN_DEAD = 1 << 16  # fewer evicted entries than this are not worth compacting

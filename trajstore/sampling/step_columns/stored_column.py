@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.sampling.batch_assembler import BatchAssembler
-from trajstore.sampling.step_table import StepTable
+from trajstore.sampling.batches.batch_assembler import BatchAssembler
+from trajstore.sampling.step_columns.step_table import StepTable
 from trajstore.schema import Array
 from trajstore.writing.writer import Writer
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trajstore.arguments import check_positive
-from trajstore.sampling.batch_assembler import WindowKind
+from trajstore.sampling.batches.batch_assembler import WindowKind
 from trajstore.sampling.draws import DrawScope
-from trajstore.sampling.priority_sampler import PrioritySampler
+from trajstore.sampling.priorities.priority_sampler import PrioritySampler
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows

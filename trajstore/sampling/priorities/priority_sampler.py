@@ -12,17 +12,17 @@ import torch
 
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError, NotReadyError
-from trajstore.sampling.batch_assembler import BatchAssembler, Where, WindowKind
+from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.draws import DrawScope
-from trajstore.sampling.priority_column import COLUMN, PriorityColumn
-from trajstore.sampling.priority_masses import PriorityMasses
-from trajstore.sampling.priority_options import Priorities
-from trajstore.sampling.priority_tree import USES, PrioritisedWindows, PriorityTree, concat_prioritised
-from trajstore.sampling.priority_updates import checked_update, largest_per_address, per_step
+from trajstore.sampling.priorities.priority_column import COLUMN, PriorityColumn
+from trajstore.sampling.priorities.priority_masses import PriorityMasses
+from trajstore.sampling.priorities.priority_options import Priorities
+from trajstore.sampling.priorities.priority_tree import USES, PrioritisedWindows, PriorityTree, concat_prioritised
+from trajstore.sampling.priorities.priority_updates import checked_update, largest_per_address, per_step
 from trajstore.sampling.rng import CounterRng
-from trajstore.sampling.step_table import EVICTED, StepTable
-from trajstore.sampling.step_updates import addresses_to_update
-from trajstore.sampling.stored_column import StoredColumn
+from trajstore.sampling.step_columns.step_table import EVICTED, StepTable
+from trajstore.sampling.step_columns.step_updates import addresses_to_update
+from trajstore.sampling.step_columns.stored_column import StoredColumn
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array

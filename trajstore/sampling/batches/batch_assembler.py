@@ -34,16 +34,16 @@ from trajstore.cache.chunk_cache import ChunkCache
 from trajstore.errors import DataError, EpisodeNotFoundError, NotReadyError
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
-from trajstore.sampling.batch_plan import PER_WINDOW_KEYS, BatchPlan, BatchPlanner
-from trajstore.sampling.cached_rows import CachedRows
+from trajstore.sampling.batches.batch_plan import PER_WINDOW_KEYS, BatchPlan, BatchPlanner
+from trajstore.sampling.batches.outputs import check_outputs
+from trajstore.sampling.batches.plan_rows import check_not_evicted, with_moved_rows
 from trajstore.sampling.compiled.selection import compiled_loops
-from trajstore.sampling.episode_index import EpisodeIndex
-from trajstore.sampling.outputs import check_outputs
-from trajstore.sampling.plan_rows import check_not_evicted, with_moved_rows
-from trajstore.sampling.snapshot_follower import SnapshotFollower
+from trajstore.sampling.index.episode_index import EpisodeIndex
+from trajstore.sampling.index.snapshot_follower import SnapshotFollower
+from trajstore.sampling.live.cached_rows import CachedRows
+from trajstore.sampling.live.writer_follower import WriterFollower
 from trajstore.sampling.window_starts import DrawnWindows, WindowStarts
 from trajstore.sampling.windows import Windows
-from trajstore.sampling.writer_follower import WriterFollower
 from trajstore.schema import Array, Schema
 from trajstore.store.snapshot import Snapshot
 from trajstore.writing.staging import Staging

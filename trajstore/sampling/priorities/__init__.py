@@ -1,0 +1,1 @@
+"""Prioritised draws: options, masses, exact sums and updates."""
