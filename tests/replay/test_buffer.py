@@ -128,6 +128,31 @@ def test_many_short_episodes_can_be_sampled_at_once_whether_there_was_room_for_t
         assert set(seen.tolist()) == set(range(40))
 
 
+def test_other_threads_sample_while_one_waits_for_a_commit_that_makes_room_for_many_short_episodes(
+    memory: str,
+) -> None:
+    plan = BlockPuts()
+    plan.gate.set()
+    with through(FaultyStorage(real_storage(memory), plan)):
+        buffer = ReplayBuffer(memory, commit_seconds=None, buffer_bytes="4MB", cache_bytes="64MB")
+    ended = {"truncated": np.ones((10, 40), bool)}
+    buffer.extend({"x": np.zeros((10, 40), np.float32)}, **ended)
+    buffer.flush()
+    plan.gate.clear()
+    for _ in range(39):
+        buffer.extend({"x": np.ones((10, 40), np.float32)}, **ended)
+    waiting = threading.Thread(target=lambda: buffer.n_steps)
+    waiting.start()
+    assert plan.reached.wait(60)
+    assert buffer.reader.assembler.lock.acquire(timeout=60)  # which a batch needs
+    buffer.reader.assembler.lock.release()
+    assert waiting.is_alive()
+    plan.gate.set()
+    waiting.join(60)
+    assert buffer.n_steps == 40 * 400
+    buffer.close()
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_no_steps_are_a_batch_of_none(memory: str, compiled: bool) -> None:
     with new_buffer(memory, compiled=compiled) as buffer:

@@ -15,9 +15,9 @@ Locks of `sampling`, `writing` and `replay`, outermost first. A thread that hold
    ``CheckpointLineage.lock`` are held while storage is written.
 7. ``Storage._lock``.
 
-The commit thread waits for no lock before 6, because threads wait for it while they hold such locks: a commit in
-`BatchAssembler.publish` holds the assembler's lock, and an append that finds both stagings full holds the writer's.
-It takes the writer's lock only if that is free. Appends never wait for the assembler's lock.
+The commit thread waits for no lock before 6, because an append that finds both stagings full waits for it with the
+writer's lock held. It takes the writer's lock only if that is free. Appends never wait for the assembler's lock.
+A commit in `BatchAssembler.publish` releases it: other threads sample while one waits for the storage.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ class BatchAssembler:
 
         Args:
             may_commit: Whether to commit if new steps find no free live rows before the next commit, as after very
-                many short episodes; else these steps are shown later.
+                many short episodes; else these steps are shown later. The commit releases the lock, so pass False
+                if the caller relies on anything that it read before.
             waits: Whether to wait while another thread appends or commits; else its steps are shown later.
         """
         if self.live is None or self._rows.is_closed:
@@ -152,9 +153,17 @@ class BatchAssembler:
         if self.published is not None:
             self.published()
         if needs_commit:
-            assert self._writer is not None
-            self._writer.commit()
+            self._commit_unlocked()
             self.publish(may_commit=False, waits=waits)
+
+    def _commit_unlocked(self) -> None:
+        """Commit, and let other threads sample while this one waits for the storage."""
+        assert self._writer is not None
+        self.lock.release()
+        try:
+            self._writer.commit()
+        finally:
+            self.lock.acquire()
 
     def is_behind(self, staging: Staging | None) -> bool:
         """Whether some appended steps are not shown yet, because no live rows are free until the next commit."""
