@@ -877,3 +877,28 @@ def test_a_queue_that_is_planned_again_while_it_is_filled_gets_no_batch_too_many
         assert torch.equal(in_use["obs"], kept)
         assert len(batches._queue) == prefetch
         reader.assembler.lock = lock
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_an_iterator_that_waits_to_be_admitted_continues_with_a_ring_of_the_same_size(prefetch: int) -> None:
+    """While it waits, its queue holds one batch more than ``prefetch``: the one that is delivered next."""
+    store, states = new_store([10, 10, 10]), list[Any]()
+
+    def save(size: int) -> None:
+        states.append(batches.state_dict())
+
+    options: dict[str, Any] = {"prefetch": prefetch}
+    with Reader(store, seed=3).batches(4, Windows(), admit=save, out=Ring(prefetch + 2), **options) as batches:
+        expected = [next(batches)["obs"].clone() for _ in range(12)]
+    assert len(states[4]["queued"]) == prefetch + 1
+    with Reader(store, seed=3).batches(4, Windows(), out=Ring(prefetch + 2), **options) as again:
+        again.load_state_dict(states[4])
+        for k in range(4, 12):
+            in_use = next(again)["obs"]
+            for item in list(again._queue):
+                item.work.result()  # type: ignore[union-attr]
+            assert torch.equal(in_use, expected[k])
+    with Reader(store, seed=3).batches(4, Windows(), prefetch=1, out=Ring(3)) as small:
+        if prefetch > 1:
+            with pytest.raises(ValueError, match=r"out: expected a ring of at least 5 \(queued \+ 1\), got 3"):
+                small.load_state_dict(states[4])

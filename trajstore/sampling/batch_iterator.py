@@ -365,9 +365,9 @@ class BatchIterator(Iterator[Any]):
             numbers = self._assembler.index.numbers
             stream = torch.tensor([numbers.get(name, -1) for name in state["streams"]], dtype=torch.int64)
             kind = self._draws.kind
-            if self._threads is not None and self._ring is not None and len(self._ring) < len(state["queued"]) + 2:
-                needed = len(state["queued"]) + 2
-                raise ValueError(f"out: expected a ring of at least {needed} (queued + 2), got {len(self._ring)}")
+            needed = len(state["queued"]) + 1  # and one for the batch in use
+            if self._threads is not None and self._ring is not None and len(self._ring) < needed:
+                raise ValueError(f"out: expected a ring of at least {needed} (queued + 1), got {len(self._ring)}")
             batches = []
             for windows, first_t, *extras, goals in state["queued"]:
                 on_device = tuple(None if e is None else e.to(self._assembler.device) for e in extras)
