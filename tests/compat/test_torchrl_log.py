@@ -280,7 +280,7 @@ def abandon(storage: TrajStorage) -> None:
     """Leave it as a process does that is killed."""
     assert storage.table is not None
     storage.table.log._collector._closing.set()
-    storage.table.log._writer._release()
+    storage.table.log._writer.release()
     storage._is_closed = True
     assert storage._finalizer is not None
     storage._finalizer.detach()

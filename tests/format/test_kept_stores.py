@@ -70,7 +70,7 @@ def write(url: Path) -> None:
     crashed = store.writer("second", rank=1, world_size=2)
     crashed.append_rollout(_as_rollout(ours(episode(2, LENGTHS[2], 0))), envs=[8])
     crashed.commit()
-    crashed._release()
+    crashed.release()
 
 
 def _as_rollout(data: dict[str, Any]) -> dict[str, Any]:

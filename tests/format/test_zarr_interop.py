@@ -224,7 +224,7 @@ def test_zarr_walks_a_store_after_a_crash(live: tuple[Place, Store, Writer]) -> 
     fill(writer, 2)
     writer.commit()
     fill(writer, 1)
-    writer._release()  # what a crash leaves: staged rows gone, stream not sealed
+    writer.release()  # what a crash leaves: staged rows gone, stream not sealed
     with store.writer() as after:
         fill(after, 1)
     assert expected_nodes(writer.stream) | expected_nodes(after.stream) <= set(walk(place))

@@ -80,7 +80,7 @@ def crash(buffer: ReplayBuffer) -> None:
     """End the threads of a buffer; nothing that is staged is written, nobody seals the stream."""
     with contextlib.suppress(Exception):
         buffer.session.collector.close()
-    buffer.session.writer._release()
+    buffer.session.writer.release()
     buffer.session.schedule.cancel()
     with contextlib.suppress(Exception):
         buffer.session.schedule.close()

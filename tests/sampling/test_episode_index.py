@@ -119,7 +119,7 @@ def test_an_index_that_follows_evictions_equals_one_made_at_once(
             if spec.weight == "window":
                 assert followed.total == anew.total
     for writer in writers:
-        writer._release()
+        writer.release()
 
 
 def test_evicted_entries_are_compacted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ class Layout:
                 writer.commit()
         for writer in writers:
             writer.commit()
-            writer._release()  # as if it had died: what is open stays open
+            writer.release()  # as if it had died: what is open stays open
         store.refresh()
         return store, known
 

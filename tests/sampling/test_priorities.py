@@ -121,7 +121,7 @@ def random_store(seed: int, n: int = 40, n_streams: int = 2) -> Store:
         for _ in range(3):
             experience.write(n // 3)
             writer.commit()
-        writer._release()  # as if it had died: what is open stays open
+        writer.release()  # as if it had died: what is open stays open
     store.refresh()
     return store
 
@@ -440,7 +440,7 @@ def test_a_filter_leaves_the_others_out_of_the_sum(normalize: Any, uniform: floa
         experience.writer.commit()
         reader.refresh()
         reference.follow()
-    experience.writer._release()
+    experience.writer.release()
 
 
 def recent_of(reader: Reader, spec: Windows, n_steps: int | None, n_episodes: int | None) -> set[Handle]:
@@ -511,7 +511,7 @@ def test_steps_that_are_not_learned_from_do_not_count() -> None:
     batch = reader.sample(64, spec)
     assert not batch["learn"][batch["index"][:, 2] == 1, 1].any()
     np.testing.assert_allclose(batch["priority"]["probability"], 0.5, rtol=1e-6)
-    writer._release()
+    writer.release()
 
 
 def test_one_huge_priority_that_is_gone_again_does_not_flatten_the_others() -> None:
@@ -729,7 +729,7 @@ def test_a_reader_that_follows_equals_one_made_at_once(
         assert found.keys() == expected.keys() == masses.keys()
         np.testing.assert_allclose([found[s] for s in expected], list(expected.values()), rtol=1e-9)
     for writer in writers:
-        writer._release()
+        writer.release()
 
 
 def test_an_episode_that_is_taken_whole_keeps_its_priority_when_its_head_is_evicted() -> None:
@@ -762,7 +762,7 @@ def test_padded_windows_take_in_the_steps_that_come(boundary: Any) -> None:
         writer.commit()
         reader.refresh()
         reference.follow()
-    writer._release()
+    writer.release()
 
 
 def aborted_reader() -> tuple[Reader, Writer, torch.Tensor]:
@@ -791,14 +791,14 @@ def test_steps_of_an_aborted_episode_are_drawn_no_more() -> None:
     found = drawn_probabilities(reader, Windows())
     assert found.keys() == set(windows_of(reader, Windows()))
     np.testing.assert_allclose(list(found.values()), 1 / 8, rtol=1e-9)
-    writer._release()
+    writer.release()
 
 
 def test_an_update_to_an_aborted_episode_hits_no_other() -> None:
     reader, writer, handles = aborted_reader()
     assert reader.update_priorities(handles, torch.full((3,), 50.0)) == 3
     np.testing.assert_allclose(list(drawn_probabilities(reader, Windows()).values()), 1 / 8, rtol=1e-9)
-    writer._release()
+    writer.release()
 
 
 # ---- updates --------------------------------------------------------------------------------------------
@@ -825,7 +825,7 @@ def test_updates_may_come_late_and_in_any_order() -> None:
         assert reader.update_priorities(late, values) == 0
         reference.update([tuple(h) for h in late.tolist()], values.tolist())
         check(reference, reader.sample(100, spec), spec, 0.4)
-    writer._release()
+    writer.release()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -1221,7 +1221,7 @@ def test_compiled_loops_and_tensor_operations_give_the_same(spec: Windows, chose
         assert_same(one, other)
         values = random_priorities(rng, 32, spec.length) if len(among) else random_priorities(rng, 32)
         assert len({reader.update_priorities(one["index"], values, spec) for reader in readers}) == 1
-    writer._release()
+    writer.release()
 
 
 # ---- statistics -----------------------------------------------------------------------------------------
@@ -1283,7 +1283,7 @@ def test_priorities_are_bit_equal_after_a_reopening(place: Place) -> None:
     again = Reader(trajstore.open(place.url, **place.kwargs), priorities=PLAIN)
     assert raw_by_row(again) == raw_by_row(reader)
     for writer in writers:
-        writer._release()
+        writer.release()
 
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
@@ -1315,7 +1315,7 @@ def test_many_rounds_of_changes_survive(new_place: Callable[[str], Place], kind:
     generations = {state["priority"].generation for state in record.columns.values()}
     assert max(generations) >= 1
     for writer in writers:
-        writer._release()
+        writer.release()
 
 
 def test_generations_take_turns_in_two_places_and_plain_zarr_walks_them(tmp_path: Path) -> None:
@@ -1363,7 +1363,7 @@ def test_rows_that_came_after_the_last_save_are_new() -> None:
         other.append_episode(steps(1), terminated=True)
     found = [np.frombuffer(v, np.float32)[0] for v in raw_by_row(reopened(store)).values()]
     assert found == [7.0, 0.0, 1.0, 1.0, 7.0, 7.0, 7.0]
-    writer._release()
+    writer.release()
 
 
 def test_saving_again_writes_what_has_changed() -> None:
@@ -1539,7 +1539,7 @@ class SavingLife:
 def n_saving_calls() -> int:
     life = SavingLife(Place(f"memory://{uuid.uuid4().hex}", {}), Plan())
     life.run()
-    life.writer._release()  # type: ignore[union-attr]
+    life.writer.release()  # type: ignore[union-attr]
     assert life.found() == life.saved[-1]
     return len(life.storage.calls)
 
@@ -1552,7 +1552,7 @@ def test_a_death_at_any_call_leaves_the_priorities_of_one_commit(n_saving_calls:
             life.run()
         if life.writer is None:
             continue
-        life.writer._release()
+        life.writer.release()
         assert life.found() in life.saved[life.n_commits : life.n_commits + 2], life.storage.calls[at - 1]
 
 
@@ -1569,7 +1569,7 @@ def test_an_error_at_any_call_while_saving_is_made_good_by_the_next_try(
         else:
             assert (life.found() == life.saved[-1], life.n_rows()) == (True, 20), life.storage.calls[at - 1]
         if life.writer is not None:
-            life.writer._release()
+            life.writer.release()
 
 
 # ---- records made to harm -------------------------------------------------------------------------------
@@ -1681,7 +1681,7 @@ def put_by_hand(store: Store, target: str, values: Array, **kwargs: Any) -> None
         trajstore.writing.commit_batch.DerivedColumnChange(target, "priority", values, **kwargs)
     )
     writer.commit()
-    writer._release()
+    writer.release()
 
 
 @pytest.mark.parametrize(
@@ -1708,7 +1708,7 @@ def test_changes_of_rows_that_do_not_exist_are_refused(tmp_path: Path, rows: lis
     values = np.ones(len(rows), np.float32)
     writer._pipeline.put_column(change(target, "priority", values, rows=np.array(rows)))
     writer.commit()
-    writer._release()
+    writer.release()
     assert_refused(tmp_path / "s")
 
 

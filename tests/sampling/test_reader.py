@@ -81,7 +81,7 @@ def fill(store: Store, episodes: list[Episode], rng: Rng, n_commits: int) -> Non
         else:
             writer.append(step, env=i)
     writer.commit()
-    writer._release()  # as if it had died: what is open stays open
+    writer.release()  # as if it had died: what is open stays open
 
 
 @st.composite

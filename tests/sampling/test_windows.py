@@ -112,7 +112,7 @@ def record_lanes(store: Store, lanes: list[Lane], rng: np.random.Generator) -> N
         if rng.random() < 0.15:
             writer.commit()
     writer.commit()
-    writer._release()  # as if it had died: what is open stays open
+    writer.release()  # as if it had died: what is open stays open
 
 
 @st.composite

@@ -330,7 +330,7 @@ def written_store(place: Place, *, is_sealed: bool = False) -> Storage:
     for t in range(6):
         writer.append(step(t))
     writer.commit()
-    writer.close() if is_sealed else writer._release()
+    writer.close() if is_sealed else writer.release()
     return real_storage(place.url, place.options)
 
 

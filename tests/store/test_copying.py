@@ -61,7 +61,7 @@ def build(place: Place) -> Storage:
     for t in range(6, 11):
         writer.append(step(t))
     writer.commit()
-    writer._release()
+    writer.release()
     with store.writer("third", commit_seconds=None) as third:
         third.append_episode(steps(5, 4), truncated=True)
     return storage

@@ -81,7 +81,7 @@ class Session:
     def forget(self) -> None:
         """The process is gone."""
         self.sweeper._closing.set()
-        self.writer._release()
+        self.writer.release()
 
 
 def new_store(place: Place) -> Place:
@@ -389,7 +389,7 @@ def test_a_stream_that_may_still_grow_is_not_removed_unless_its_writer_is_dead(l
     zombie.append_episode(steps(3))
     with pytest.raises(trajstore.ConflictError, match="declared its writer dead"):
         zombie.commit()
-    zombie._release()
+    zombie.release()
     assert rows_by_stream(local) == {}
     session.close()
 

@@ -235,7 +235,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def crash(self, data: st.DataObject) -> None:
         writer, model = self.leave(data)
-        writer._release()  # ends its thread; what is staged is lost and nobody seals the stream
+        writer.release()  # ends its thread; what is staged is lost and nobody seals the stream
         model.crash()
         self.refresh()
 

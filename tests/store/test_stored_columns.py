@@ -294,7 +294,7 @@ def test_plain_zarr_walks_the_columns(tmp_path: Path, n_generations: int, is_clo
         writer.put_column("c", target, np.full(5, float(i)))
         writer.put_column("c", target, np.full(2, 9.0), rows=np.array([1, 2]))
         writer.commit()
-    writer.close() if is_closed else writer._release()
+    writer.close() if is_closed else writer.release()
     root = zarr.open_group(tmp_path / "s", mode="r")
     nodes = dict(root.members(max_depth=None))  # a warning is an error here
     record = next(r for r in trajstore.open(tmp_path / "s").streams if r.id == writer.stream)
@@ -327,7 +327,7 @@ def life(url: str, plan: Plan, n_tries: int) -> tuple[FaultyStorage, str, str]:
                 break
             except StorageError:
                 assert left
-    writer._release()
+    writer.release()
     return storage, target, writer.stream
 
 

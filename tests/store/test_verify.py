@@ -286,7 +286,7 @@ def test_what_a_writer_that_died_leaves_is_no_problem(url: str) -> None:
     writer.append_rollout({"o": {"x": np.zeros((3, 1, 2), np.float32)}, "f": np.zeros((3, 1, 3), np.uint8),
                            "reward": np.ones((3, 1))}, envs=[0])  # fmt: skip
     writer.commit()
-    writer._release()
+    writer.release()
     assert verify(url).problems == []
 
 

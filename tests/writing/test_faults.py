@@ -72,7 +72,7 @@ class Life:
     def forget(self) -> None:
         """End the background thread, which would have ended with the process."""
         if self._writer is not None:
-            self._writer._release()
+            self._writer.release()
 
     def _tried(self, call: Callable[[], Any], n_tries: int) -> None:
         for left in reversed(range(n_tries)):

@@ -709,7 +709,7 @@ def test_a_writer_whose_stream_was_removed_does_not_bring_it_back(place: Any) ->
             writer.append_episode(steps(6))
         with pytest.raises(trajstore.ConflictError, match="was removed by a session that declared its writer dead"):
             writer.close() if call == "close" else writer.commit()
-        writer._release()
+        writer.release()
         assert store.refresh().streams == ()
         assert storage.list_tree("streams") == ["streams/zarr.json"]
 

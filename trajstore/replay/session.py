@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trajstore.errors import ClosedError, RankError
-from trajstore.format.commit_record import CommitRecord
 from trajstore.replay.appending import Appending
 from trajstore.replay.capture import Capture
 from trajstore.replay.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
@@ -27,9 +26,7 @@ from trajstore.replay.turns import TurnTaking
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Schema
-from trajstore.store import checkpoints
 from trajstore.store.garbage_collection import GarbageCollector
-from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store
 from trajstore.writing.writer import Writer
 
@@ -139,9 +136,7 @@ class Session:
         self.appending = Appending(assembler, self.pace, self.turns, self.readiness)
         self.drawing = Drawing(self.reader, self.pace, self.turns, self.refresh, iterators)
         self.versions = PolicyVersions(self.reader)
-        self.collector = GarbageCollector(
-            self.storage, self.writer, grace_s=options.grace_s, pins=self._pins, records=self._records
-        )
+        self.collector = GarbageCollector.of_store(self.storage, self.writer, grace_s=options.grace_s)
         is_shared = self.group.size > 1 and options.share == "whole"  # others may evict steps that are shown here
         capture = Capture(
             assembler,
@@ -274,12 +269,6 @@ class Session:
         self.collector.raise_pending()
         self.writer.raise_pending()
 
-    def _pins(self) -> Mapping[str, int]:
-        return checkpoints.pins(self.storage)
-
-    def _records(self) -> tuple[CommitRecord, ...]:
-        return Snapshot.load(self.storage, self.schema).streams
-
     # ---- the end
 
     @property
@@ -324,7 +313,7 @@ class Session:
         self.schedule.cancel()
         self._end_threads()
         failure_of(self.group.leave)
-        self.writer._release()
+        self.writer.release()
         self._free()
 
     def _free(self) -> None:

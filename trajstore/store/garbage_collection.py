@@ -15,6 +15,8 @@ from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.marks import Marks, newest_world
 from trajstore.storage import Storage
+from trajstore.store import checkpoints
+from trajstore.store.snapshot import Snapshot
 from trajstore.writing.stream_appender import remove_stream
 from trajstore.writing.writer import Writer
 
@@ -72,6 +74,17 @@ class GarbageCollector:
         self._freed: dict[tuple[str, str], int] = {}  # by stream and array: number of leading objects deleted
         self._removing: set[str] = set()  # streams whose record may be deleted and whose chunks are not
         self._counts = dict.fromkeys(("n_chunks_deleted", "n_streams_removed", "n_sweeps"), 0)
+
+    @classmethod
+    def of_store(cls, storage: Storage, writer: Writer, *, grace_s: float) -> GarbageCollector:
+        """A garbage collector that reads the checkpoints and records of the writer's store."""
+        return cls(
+            storage,
+            writer,
+            grace_s=grace_s,
+            pins=lambda: checkpoints.pins(storage),
+            records=lambda: Snapshot.load(storage, writer.schema).streams,
+        )
 
     def want(self, marks: Mapping[str, int]) -> None:
         """Raise the session's marks: by stream id, the first row that it still wants. Marks never go back.

@@ -418,10 +418,11 @@ class Writer:
     def _seal(self) -> None:
         self._pipeline.wait(self._pipeline.hand_off())
         self._pipeline.seal()
-        self._release()
+        self.release()
         self._pipeline.raise_callback_failure()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """End the commit thread. Steps that are not durable are lost, and the stream stays unsealed."""
         self._lifecycle.is_closed = True
         self._pipeline.stop()
 
@@ -434,7 +435,7 @@ class Writer:
         try:
             self.close() if error is None else self.discard()
         except Exception as failure:
-            self._release()
+            self.release()
             if error is None:
                 raise
             # The block's own exception matters more; this one travels with it.

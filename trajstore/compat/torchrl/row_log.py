@@ -15,14 +15,11 @@ from trajstore.compat.torchrl.options import WriterOptionsDict
 from trajstore.compat.torchrl.row_structure import HEADER, Leaves, RowStructure, torch_dtype
 from trajstore.compat.torchrl.slot_map import GROUP_ROWS, SlotMap
 from trajstore.errors import DataError
-from trajstore.format.commit_record import CommitRecord
 from trajstore.format.marks import Marks
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Array, flatten, nest
-from trajstore.store import checkpoints
 from trajstore.store.garbage_collection import GarbageCollector
-from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store
 
 _BLOCK_ROWS = 8192
@@ -100,9 +97,7 @@ class RowLog:
         self._writer.set_view(first_rows={stream: row for stream, row in marks.items() if row})
         self._streams = [*earlier.streams, self._writer.stream]
         self._starts = np.cumsum([0, *earlier.streams.values()])
-        self._collector = GarbageCollector(
-            self._storage, self._writer, grace_s=grace_s, pins=self._pins, records=self._records
-        )
+        self._collector = GarbageCollector.of_store(self._storage, self._writer, grace_s=grace_s)
         # Created before the first append, so that it shows rows that are not committed yet.
         self._reader = (
             Reader(snapshot, device=device, cache_bytes=cache_bytes, writer=self._writer, streams=self._streams)
@@ -217,12 +212,6 @@ class RowLog:
         streams = zip(self._earlier_streams.items(), self._starts.tolist(), strict=False)
         marks = {stream: min(max(0, front - start), rows) for (stream, rows), start in streams}
         return {stream: row for stream, row in {**marks, self._writer.stream: own}.items() if row}
-
-    def _pins(self) -> Marks:
-        return checkpoints.pins(self._storage)
-
-    def _records(self) -> tuple[CommitRecord, ...]:
-        return Snapshot.load(self._storage, self._structure.schema).streams
 
     # ---- durability
 
