@@ -1,34 +1,11 @@
 """trajstore: the replay buffer that is also an open dataset.
 
-cli, gymnasium, ...        adapters: nothing imports them
-datasets | mixing          for torch's DataLoader | batches from several sources
-replay                     the live buffer: append, sample, keep a bounded amount, checkpoint, resume
-saving | exiting           when checkpoints are taken | a last one before the end
-merging | redistribution   what M ranks saved, for N | who gets which episodes
-attending | checkpointing  checkpoints that somebody asks for | one checkpoint on its way, of all ranks
-retention                  which steps go first
-reader                     batches of windows: drawn, in epochs, by index
-batches | derived          an iterator, with prefetch | columns written back
-prioritised | draws        which windows come next
-hindsight                  other goals for windows
-assembler                  windows to batches
-plan                       windows to rows and masks
-starts | outputs           which windows there are | what batches are written into
-chains | pager | windows   episodes by environment | fills the cache | what a window is
-cache | index | rng        decoded chunks on the device | the episodes as tensors | random numbers
-kernels                    compiled loops for the CPU
-copying                    a store at another URL
-store                      create, open
-checkpoints | world        named cuts across streams | the ranks that write a store together
-snapshot | state           an unchanging view of some commits | what a session needs to go on
-writer                     append, commit
-intake | pipeline | lanes  checks what comes in | staged to durable | open episodes by environment
-staging | committer        steps not yet placed | the background thread
-stream                     rows to chunk objects of one stream, and back
-record                     the commit record
-episodes                   the episode table
-spans | chunks | storage   which rows are whose | codec and layout of one array | bytes at a URL
-schema, errors, sizes
+`ReplayBuffer` appends, samples and checkpoints experience at a URL. `create` and `open` give a `Store`, whose writers
+append and whose snapshots are read; `Reader` samples batches of `Windows` from it.
+
+The packages, top first, each importing only from those below it: ``cli``; ``compat``, ``datasets``, ``ray`` and
+``testing``; ``replay``; ``distributed``; ``sampling``; ``cache``; ``store``; ``writing``; ``format`` and ``storage``;
+``schema``. docs/architecture.md describes them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -154,7 +131,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is first asked for: those who only write or look need not wait for it."""
+    """Import names that need torch at their first use: programs that only write or inspect need not wait for it."""
     if name not in _NEED_TORCH:
         raise AttributeError(f"module 'trajstore' has no attribute {name!r}")
     from importlib import import_module
