@@ -1,11 +1,11 @@
 """trajstore: the replay buffer that is also an open dataset.
 
-`ReplayBuffer` appends, samples and checkpoints experience at a URL. `create` and `open` give a `Store`, whose writers
-append and whose snapshots are read; `Reader` samples batches of `Windows` from it.
+`ReplayBuffer` appends, samples and checkpoints experience at a URL. `create` and `open` give a `Store`, whose
+writers append and whose snapshots are read; `Reader` samples batches of `Windows` from it.
 
 The packages, top first, each importing only from those below it: ``cli``; ``compat``, ``datasets``, ``ray`` and
-``testing``; ``replay``; ``distributed``; ``sampling``; ``cache``; ``store``; ``writing``; ``format`` and ``storage``;
-``schema``. docs/architecture.md describes them.
+``testing``; ``replay``; ``distributed``; ``sampling``; ``cache``; ``store``; ``writing``; ``format`` and
+``storage``; ``schema``. docs/architecture.md describes them.
 """
 
 from typing import TYPE_CHECKING, Any
