@@ -87,9 +87,9 @@ class Drawing:
         return iterator
 
     def iterator_states(self) -> list[Any]:
-        """The states of open iterators, and of saved ones that nobody has continued; takes back prefetched batches.
+        """The states of open iterators, and of saved ones that were not continued yet.
 
-        Called with the assembler's lock held.
+        Plans prefetched batches again, as a resumed session will. Called with the assembler's lock held.
         """
         iterators = [i for ref in self._iterators if (i := ref()) is not None and not i.is_closed]
         for iterator in iterators:
