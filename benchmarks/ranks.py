@@ -15,6 +15,7 @@ from _harness import Case, Report, arguments, scratch, stopwatch
 import trajstore
 from trajstore import Field, Priorities, ReplayBuffer, Schema
 from trajstore.replay.merged_state import merged_state
+from trajstore.replay.session_state import RankShare
 from trajstore.storage import Storage, open_storage
 
 T = TypeVar("T")
@@ -121,7 +122,7 @@ def redistributing(report: Report, url: Path, n_episodes: int, n_new: int, round
         with stopwatch() as watch, Counted() as counted:
             storage = open_storage(url, None)
             found = trajstore.open(url).checkpoints[-1]
-            merged_state(storage, found, plan, SCHEMA, part=0, rank=0, world_size=n_new)
+            merged_state(storage, found, plan, SCHEMA, part=0, share=RankShare(0, n_new))
         resumes.append(watch.seconds)
         assert counted.n_steps == 0
     report.add(Case(f"{label}: state of one rank", "priorities and order of its episodes", lambda _: 0.0), resumes)

@@ -1455,7 +1455,7 @@ def test_counts_are_not_read_in_the_middle_of_a_change(look: Callable[[Trajector
 def test_a_commit_begins_with_every_trajectory(saved: dict[str, Any]) -> None:
     buffer = TrajectoryReplayBuffer(**saved, commit_seconds=None)
     buffer.add_trajectories([trajectory(0)])
-    writer = buffer.memory._writer
+    writer = buffer.memory.session.writer
     writer.wait(writer._pipeline._commit_thread.n_submitted)  # nothing is handed off by this
     assert trajstore.open(saved["auto_save_path"]).episodes["length"].sum() == buffer.total_samples
     buffer.close()

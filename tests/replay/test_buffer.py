@@ -444,7 +444,7 @@ def test_bad_calls_of_samples(memory: str) -> None:
             buffer.sample(4, Windows(length=5))
         with pytest.raises(TypeError, match="recentsteps"):
             buffer.sample(4, recentsteps=5)
-        with pytest.raises(ValueError, match="no priorities; make it with priorities"):
+        with pytest.raises(ValueError, match="no priorities; create it with priorities"):
             buffer.update_priorities(torch.tensor([[0, 0, 0]]), torch.ones(1))
         with pytest.raises(EpisodeNotFoundError, match="env 3 has no open episode"):
             buffer.end_episode(3, terminated=True)

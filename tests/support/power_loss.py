@@ -105,10 +105,13 @@ class Recorder:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Record while the block runs; afterwards see that nothing happened past the recorder."""
-        module = sys.modules[LocalStorage.__module__]
+        package = LocalStorage.__module__.rpartition(".")[0]
+        modules = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "os", _RecordingOs(self))
-            patch.setattr(module, "shutil", _RecordingShutil(self))
+            for module in modules:  # all of `storage`: the functions of one may be called by another
+                for name, recorder in (("os", _RecordingOs(self)), ("shutil", _RecordingShutil(self))):
+                    if hasattr(module, name):
+                        patch.setattr(module, name, recorder)
             yield
             with self._lock:
                 self._check()
