@@ -93,41 +93,41 @@ def stored_records(draw: st.DrawFn) -> list[CommitRecord]:
 
 @given(stored_records())
 def test_live_rows_are_those_of_the_table(records: list[CommitRecord]) -> None:
-    assert Marks.live(records) == {r.id: first_live_row(r.id, records) for r in records}
+    assert Marks.wanted(records) == {r.id: first_live_row(r.id, records) for r in records}
 
 
 def test_a_living_session_decides_alone_about_its_own_stream() -> None:
     own = record(A, 1.0, "w", first_row=50)
     behind = record(B, 2.0, "w", view=view(a=20))  # has seen less of the stream; rows below 50 may be deleted
     ahead = record(C, 3.0, "w", view=view(a=70))  # has given up rows that the writer of the stream still wants
-    assert Marks.live([own, behind])[A] == 50
-    assert Marks.live([own, ahead])[A] == 50
-    assert Marks.live([own, behind, ahead])[A] == 50
+    assert Marks.wanted([own, behind])[A] == 50
+    assert Marks.wanted([own, ahead])[A] == 50
+    assert Marks.wanted([own, behind, ahead])[A] == 50
 
 
 def test_a_stream_that_no_living_session_names_keeps_its_own_mark() -> None:
     abandoned = record(A, 1.0, "old", first_row=50)  # written after the checkpoint that the newest world began from
-    assert Marks.live([abandoned, record(B, 2.0, "new", view=view(c=3))])[A] == 50
-    assert Marks.live([record(A, 1.0, None, first_row=50), record(B, 2.0, "new")])[A] == 50
+    assert Marks.wanted([abandoned, record(B, 2.0, "new", view=view(c=3))])[A] == 50
+    assert Marks.wanted([record(A, 1.0, None, first_row=50), record(B, 2.0, "new")])[A] == 50
 
 
 def test_a_resumed_session_may_want_rows_that_the_one_before_had_given_up() -> None:
     before = record(A, 1.0, "old", first_row=50)
-    assert Marks.live([before, record(B, 2.0, "new", view=view(a=20))])[A] == 20
+    assert Marks.wanted([before, record(B, 2.0, "new", view=view(a=20))])[A] == 20
 
 
 def test_a_rank_that_came_back_decides_about_its_former_stream() -> None:
     former = record(A, 1.0, "w", first_row=50, view=view(c=9))
     back = record(B, 2.0, "w", view=view((A,), a=20, c=30))
-    assert Marks.live([former, back, record(C, 0.0, "old")]) == {A: 20, B: 0, C: 30}
+    assert Marks.wanted([former, back, record(C, 0.0, "old")]) == {A: 20, B: 0, C: 30}
     other = record(D, 3.0, "w", view=view(a=10, c=40))  # has not heard of what the former session gave up
-    assert Marks.live([former, back, other, record(C, 0.0, "old")]) == {A: 20, B: 0, C: 30, D: 0}
+    assert Marks.wanted([former, back, other, record(C, 0.0, "old")]) == {A: 20, B: 0, C: 30, D: 0}
 
 
 def test_without_worlds_the_smallest_mark_counts_but_none_goes_back() -> None:
     old = record(A, 1.0, first_row=5)
-    assert Marks.live([old, record(B, 2.0, view=view(a=7)), record(C, 3.0, view=view(a=9))])[A] == 7
-    assert Marks.live([old, record(B, 2.0, view=view(a=3))])[A] == 5
+    assert Marks.wanted([old, record(B, 2.0, view=view(a=7)), record(C, 3.0, view=view(a=9))])[A] == 7
+    assert Marks.wanted([old, record(B, 2.0, view=view(a=3))])[A] == 5
 
 
 def test_the_newest_world_is_that_of_the_record_created_last() -> None:
@@ -155,7 +155,7 @@ class History:
     n_worlds: int = 0
 
     def live(self) -> Marks:
-        return Marks.live(list(self.records.values()))
+        return Marks.wanted(list(self.records.values()))
 
     def launch(self, n: int, which: int) -> None:
         """Begin a world from a checkpoint, or from all streams; ranks wait until all have published their marks."""

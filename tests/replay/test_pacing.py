@@ -266,7 +266,7 @@ def test_closing_wakes_everybody_with_an_error() -> None:
         limiter.close()
     assert [type(error) for error in raised] == [ClosedError] * 2
     for call in (limiter.await_insert, limiter.can_insert, limiter.can_sample):
-        with pytest.raises(ClosedError, match="the limiter is closed"):
+        with pytest.raises(ClosedError, match="SamplesPerInsert is closed"):
             call()
     limiter.insert()  # what happened is still counted
     assert limiter.n_inserted == 1

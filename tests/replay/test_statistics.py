@@ -231,7 +231,7 @@ def test_a_state_is_a_copy_of_plain_arrays() -> None:
         (of("float32", (3,)), "of shape \\(2,\\), got"),
         (of("float64", (2,), max_elements=1), "got .* of shape \\(\\)"),
         (of("float64", (2,)), "min: expected float32"),
-        (RunningStatistics(Schema({"y": Field("float32", (2,))})), "statistics of y; expected x"),
+        (RunningStatistics(Schema({"y": Field("float32", (2,))})), "expected statistics of x, got those of y"),
     ],
 )
 def test_other_fields_or_shapes_are_not_merged(other: RunningStatistics, message: str) -> None:

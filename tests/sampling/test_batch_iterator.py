@@ -681,7 +681,7 @@ def test_single_windows_are_found_by_number(tmp_path: Path) -> None:
     for i in (0, 5, len(expected) - 1, -1):
         assert tuple(dataset[i]["obs"][0].tolist()) == expected[i]
     for i in (len(expected), -len(expected) - 1):
-        with pytest.raises(IndexError, match=f"window {i} of {len(expected)}"):
+        with pytest.raises(IndexError, match=f"window {i}: the dataset has {len(expected)} windows"):
             dataset[i]
     with pytest.raises(ValueError, match="weight='step': items are windows"):
         WindowDataset(saved(tmp_path / "other"), Windows(weight="step"))

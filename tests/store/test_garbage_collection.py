@@ -175,7 +175,7 @@ def test_marks_are_in_the_records_before_anything_is_deleted(local: Place) -> No
         def before(self, call: Call) -> None:
             if call.action == "delete":
                 self.n_deleted += 1
-                assert Marks.live(opened(local).streams)[old] == 20
+                assert Marks.wanted(opened(local).streams)[old] == 20
 
     old, watch = sealed(local, 40), Watch()
     session = Session(local, watch)
@@ -419,7 +419,7 @@ def test_a_stream_whose_record_readers_of_others_go_by_stays(session: Session, k
     after = opened(session.place)
     assert judge in {record.id for record in after.streams}
     assert_left(session.place, judge, 8, 8)
-    assert Marks.live(after.streams)[other] == Marks.live(before.streams)[other]
+    assert Marks.wanted(after.streams)[other] == Marks.wanted(before.streams)[other]
     assert len(after.episodes) == len(before.episodes) - 1
     assert after.snapshot.column("c").keys() == before.snapshot.column("c").keys()
 
@@ -430,12 +430,12 @@ def test_the_last_stream_of_the_newest_world_stays(local: Place) -> None:
     session = Session(local)
     session.writer.set_view(first_rows={old: 30})
     session.writer.wait(session.writer.publish_view())
-    assert Marks.live(opened(local).streams)[old] == 0  # said outside of the newest world
+    assert Marks.wanted(opened(local).streams)[old] == 0  # said outside of the newest world
     root = Path(local.url)
     mark(root, read_record(root, last), first_row=8)
     session.sweeper.flush()
     assert last in {record.id for record in opened(local).streams}
-    assert Marks.live(opened(local).streams)[old] == 0
+    assert Marks.wanted(opened(local).streams)[old] == 0
     session.close()
 
 
@@ -509,7 +509,7 @@ def test_during_the_grace_time_an_older_snapshot_reads_on(local: Place, monkeypa
 
     def wait(seconds: float) -> bool:
         graces.append(seconds)
-        assert Marks.live(opened(local).streams)[old] == 20
+        assert Marks.wanted(opened(local).streams)[old] == 20
         assert reader.read_episode(0)["action"].tolist() == list(range(40))
         return False
 
@@ -595,7 +595,7 @@ class Life:
     def check(self) -> None:
         """Everything at or above the marks is there, nothing that was never written."""
         store, found = opened(self.place), rows_by_stream(self.place)
-        marks = Marks.live(store.streams)
+        marks = Marks.wanted(store.streams)
         rows = {record.id: record.rows for record in store.streams}
         assert all(marks[stream] <= self.marks.get(stream, 0) for stream in marks)
         for stream, offset in ((self.old, 0), (self.own, 100)):
@@ -632,7 +632,7 @@ def test_a_death_at_any_call_leaves_what_is_wanted_and_a_later_session_frees_the
         life.check()
         heir = Session(life.place)
         heir.write(3)
-        marks = Marks.live(opened(life.place).streams)
+        marks = Marks.wanted(opened(life.place).streams)
         heir.sweeper.flush()
         for record in opened(life.place).streams:
             for field, left in expected(marks[record.id], record.rows).items():
@@ -730,7 +730,7 @@ def test_close_does_not_wait_for_the_grace_time(local: Place) -> None:
     old = sealed(local, 40)
     session = Session(local, grace_s=3600.0)
     session.sweeper.want({old: 20})
-    until(lambda: Marks.live(opened(local).streams)[old] == 20)
+    until(lambda: Marks.wanted(opened(local).streams)[old] == 20)
     session.close()
     assert_left(local, old, 0, 40)
     with pytest.raises(ClosedError, match="the garbage collector is closed"):
@@ -783,7 +783,7 @@ class World:
 
     def pin(self, _: int, n: int) -> None:
         stream = self.streams[n % 3]
-        self.pins[stream] = max(n, Marks.live(opened(self.place).streams).get(stream, 0))
+        self.pins[stream] = max(n, Marks.wanted(opened(self.place).streams).get(stream, 0))
 
     def unpin(self, _: int, n: int) -> None:
         self.pins.pop(self.streams[n % 3], None)
@@ -793,7 +793,7 @@ class World:
 
     def check(self, *, is_swept: bool) -> None:
         records = opened(self.place).streams
-        marks = Marks.live(records)
+        marks = Marks.wanted(records)
         for record in records:
             limit = min(marks[record.id], self.pins.get(record.id, 1 << 60))
             for field, left in expected(limit, record.rows).items():

@@ -361,18 +361,18 @@ def test_of_two_worlds_the_marks_of_the_newer_count(url: str) -> None:
     zombie = store.writer("rank0", world="first", commit_seconds=None)
     zombie.set_view(first_rows={data.stream: 10})
     zombie.wait(zombie.publish_view())
-    assert Marks.live(store.refresh().streams)[data.stream] == 10
+    assert Marks.wanted(store.refresh().streams)[data.stream] == 10
     # A resumed run starts further back; the zombie goes on, but what it says counts no more.
     with store.writer("rank0", world="second") as resumed:
         resumed.set_view(first_rows={data.stream: 4})
         resumed.wait(resumed.publish_view())
-        assert Marks.live(store.refresh().streams)[data.stream] == 4
+        assert Marks.wanted(store.refresh().streams)[data.stream] == 4
         zombie.set_view(first_rows={data.stream: 12})
         zombie.wait(zombie.publish_view())
-        assert Marks.live(store.refresh().streams)[data.stream] == 4
+        assert Marks.wanted(store.refresh().streams)[data.stream] == 4
         assert store.read_episode(0)["action"].tolist() == list(range(4, 12))
     zombie.close()
-    assert Marks.live(store.refresh().streams)[data.stream] == 4
+    assert Marks.wanted(store.refresh().streams)[data.stream] == 4
 
 
 def test_what_an_older_world_still_wanted_counts_no_more(url: str) -> None:
@@ -386,7 +386,7 @@ def test_what_an_older_world_still_wanted_counts_no_more(url: str) -> None:
     with store.writer("rank0", world="second") as new:
         new.set_view(first_rows={data.stream: 9})
         new.wait(new.publish_view())
-    assert Marks.live(store.refresh().streams)[data.stream] == 9
+    assert Marks.wanted(store.refresh().streams)[data.stream] == 9
     assert store.read_episode(0)["action"].tolist() == [9, 10, 11]
 
 
@@ -398,7 +398,7 @@ def test_within_a_world_the_smallest_mark_counts(url: str) -> None:
         for writer, row in ((a, 9), (b, 5)):
             writer.set_view(first_rows={data.stream: row})
             writer.wait(writer.publish_view())
-        assert Marks.live(store.refresh().streams)[data.stream] == 5
+        assert Marks.wanted(store.refresh().streams)[data.stream] == 5
 
 
 marks = st.dictionaries(st.sampled_from([OTHER, THIRD]), st.integers(0, 99))

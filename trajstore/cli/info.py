@@ -56,7 +56,7 @@ def info(
 def _store_facts(snapshot: Snapshot, *, with_sizes: bool) -> Facts:
     storage = snapshot.storage
     root = trajstore_attributes(parse_json(storage.get("zarr.json"), storage.display), "store", storage.display)
-    live = Marks.live(snapshot.streams)
+    live = Marks.wanted(snapshot.streams)
     return {
         "url": storage.display,
         "format": root["format"],

@@ -35,7 +35,7 @@ class CheckpointRequests:
     """Checks for requests on a background thread. Rank 0 decides and announces; all ranks then take the checkpoint.
 
     Args:
-        storage: Of the store.
+        storage: Storage of the store.
         group: The ranks.
         begin_checkpoint: Given a name and an id, captures this rank's state and starts to save it. Returns a
             function that waits until the checkpoint is published.
@@ -253,7 +253,7 @@ def request_checkpoint(
     Puts a note into the store and does not wait for the checkpoint.
 
     Args:
-        url: Of the store.
+        url: URL of the store.
         name: Name of the checkpoint.
         storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
 

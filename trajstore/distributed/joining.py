@@ -28,7 +28,7 @@ def join_group(
     """Find the other ranks; returns when all of them have joined.
 
     Args:
-        storage: Of the store that the ranks write.
+        storage: Storage of the store that the ranks write.
         rank: The rank of this process.
         size: Number of ranks.
         checkpoint: Id of the checkpoint that all ranks continue.
@@ -58,7 +58,7 @@ def rejoin_group(
     """Take the place of a rank that died while the others continue.
 
     Args:
-        storage: Of the store.
+        storage: Storage of the store.
         rank: The rank that died.
         size: Number of ranks.
         world: Id of the world; None: the newest one of this size that the rank has joined through the store.

@@ -58,7 +58,7 @@ class StoreNotes:
     """Notes in the store: one small object per rank, which only that rank writes. Safe to use from several threads.
 
     Args:
-        storage: Of the store.
+        storage: Storage of the store.
         world: Id of the world.
         rank: The rank whose notes this object posts.
         nonce: Identifies this process.

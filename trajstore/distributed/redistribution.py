@@ -44,7 +44,7 @@ def redistribute(
     The plan depends only on the checkpoint and these arguments. Only metadata is read, nothing is written.
 
     Args:
-        url: Of the store.
+        url: URL of the store.
         checkpoint: Name or id of a checkpoint, or "latest".
         world_size: Number of ranks that get the episodes.
         policy: ``steps``: the same number of steps each, to within the longest episode. ``episodes``: the same

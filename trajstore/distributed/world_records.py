@@ -66,7 +66,7 @@ def put_world(storage: Storage, world: str, size: int, checkpoint: str | None, *
     """Put the record by which ranks and other processes find a world.
 
     Args:
-        storage: Of the store.
+        storage: Storage of the store.
         world: Id of the world.
         size: Number of ranks.
         checkpoint: Id of the checkpoint that all ranks continue.

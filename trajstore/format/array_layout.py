@@ -193,7 +193,10 @@ def _parse_array(data: Any) -> tuple[ArrayLayout, int]:
     if data["chunk_key_encoding"] != {"name": "default", "configuration": {"separator": "."}}:
         raise FormatError(f"chunk key encoding {data['chunk_key_encoding']!r:.80}: expected default with '.'")
     if data["data_type"] not in DTYPES - {"bfloat16"} or data["fill_value"] not in (0, 0.0, False):
-        raise FormatError(f"data type {data['data_type']!r:.40} or fill value {data['fill_value']!r:.40}")
+        raise FormatError(
+            f"data type {data['data_type']!r:.40}, fill value {data['fill_value']!r:.40}: expected a supported type"
+            " and a fill value of 0"
+        )
     attributes = data.get("attributes", {})
     layout = ArrayLayout(
         np.dtype(data["data_type"]),
@@ -224,13 +227,13 @@ def _with_sharding(layout: ArrayLayout, configuration: dict[str, Any]) -> ArrayL
     if configuration["chunk_shape"][1:] != list(layout.row_shape) or layout.chunk_rows % inner:
         raise FormatError(f"inner chunks {configuration['chunk_shape']!r:.80} do not divide the shard along rows")
     if layout.chunk_rows // inner > 1 << 20:
-        raise FormatError(f"{layout.chunk_rows // inner} chunks in a shard; at most {1 << 20}")
+        raise FormatError(f"a shard has {layout.chunk_rows // inner} chunks, expected at most {1 << 20}")
     if [codec["name"] for codec in configuration["index_codecs"]] != ["bytes", "crc32c"]:
         raise FormatError("expected a shard index of bytes and crc32c")
     location = configuration.get("index_location", "end")
     if location not in ("start", "end"):
-        raise FormatError(f"shard index location {location!r:.40}")
+        raise FormatError(f"shard index location {location!r:.40}: expected 'start' or 'end'")
     sharded = replace(layout, shard_rows=layout.chunk_rows, chunk_rows=inner, index_at_start=location == "start")
     if any(codec["name"] == "sharding_indexed" for codec in configuration["codecs"]):
-        raise FormatError("shards within shards")
+        raise FormatError("expected chunks inside a shard, got another shard")
     return _with_codecs(sharded, configuration["codecs"])

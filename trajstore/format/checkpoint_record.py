@@ -219,7 +219,7 @@ def parse_checkpoint(
     except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
         raise FormatError(f"{what}: checkpoint is malformed: {error!r:.300}") from error
     if checkpoint.id != checkpoint_id:
-        raise FormatError(f"{what}: checkpoint names itself {checkpoint.id!r:.80}")
+        raise FormatError(f"{what}: expected the record of '{checkpoint_id}', got that of {checkpoint.id!r:.80}")
     return checkpoint, state, nodes
 
 

@@ -103,7 +103,7 @@ class Replaces:
     def from_json(data: Mapping[str, Any]) -> Replaces:
         replaces = Replaces(parse_id(data["stream"]), parse_count(data["start"]), parse_count(data["stop"]))
         if replaces.start > replaces.stop:
-            raise FormatError(f"replaces rows {replaces.start} to {replaces.stop}")
+            raise FormatError(f"replaces: expected start <= stop, got {replaces.start} and {replaces.stop}")
         return replaces
 
 
@@ -142,7 +142,7 @@ class DerivedColumnState:
         field_ = Field(str(data["dtype"]), tuple(parse_count(n) for n in data["shape"]))
         counts = {name: parse_count(data[name]) for name in ("generation", "first", "stop", "deltas")}
         if counts["first"] > counts["stop"]:
-            raise FormatError(f"a column holds rows {counts['first']} to {counts['stop']}")
+            raise FormatError(f"derived column: expected first <= stop, got {counts['first']} and {counts['stop']}")
         return DerivedColumnState(dtype=field_.dtype, shape=field_.shape, **counts)
 
     def paths(self, target: str, name: str, generation: int | None = None) -> tuple[str, str, str]:
@@ -281,7 +281,7 @@ class CommitRecord:
         except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
             raise FormatError(f"{what}: record is malformed: {error!r}") from error
         if record.id != stream_id:
-            raise FormatError(f"{what}: record names itself {record.id!r}")
+            raise FormatError(f"{what}: expected the record of '{stream_id}', got that of {record.id!r}")
         return record
 
 

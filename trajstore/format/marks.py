@@ -20,8 +20,8 @@ class Marks(Mapping[str, int]):
         self._rows = dict(rows or {})
 
     @staticmethod
-    def live(records: Sequence[CommitRecord]) -> Marks:
-        """The first live row of each stream, according to the records of all sessions.
+    def wanted(records: Sequence[CommitRecord]) -> Marks:
+        """The first wanted row of each stream, according to the records of all sessions.
 
         Living sessions are those of the newest world that no session of that world declares dead. A living session
         decides alone about its own stream, and a rank that came back about its former stream, which it has declared

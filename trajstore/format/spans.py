@@ -158,7 +158,7 @@ def check_spans(spans: Spans, rows: int, text_bytes: int) -> None:
         and (text_stop <= text_bytes).all()
     )
     if not is_valid:
-        raise CorruptionError("the span table holds values that no writer makes")
+        raise CorruptionError("the span table has invalid values")
 
 
 @dataclass(frozen=True, slots=True)

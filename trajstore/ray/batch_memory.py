@@ -25,7 +25,7 @@ class TensorLayout:
     Attributes:
         offset: First byte.
         dtype: As numpy writes it; that of int16 for bfloat16.
-        shape: Of one window.
+        shape: Shape of one window.
         is_bfloat16: Whether the values are bfloat16.
     """
 

@@ -22,7 +22,7 @@ class _SentBlock:
     """Calls that are sent together.
 
     Attributes:
-        number: Of the block; increases by one from block to block.
+        number: Number of the block; increases by one from block to block.
         calls: The calls.
         n_steps: Number of steps that they append.
         ref: The call of the actor.

@@ -42,7 +42,7 @@ def read_episodes(
     own episodes and returns them in blocks of about 32 MiB, so memory does not grow with the store.
 
     Args:
-        url: Of the store.
+        url: URL of the store.
         at: Name or id of a checkpoint, or ``"latest"``: show what the checkpoint holds.
         fields: Fields or groups to read; all by default.
         where: Read only episodes for which this function of the episode table returns True.
@@ -76,7 +76,7 @@ def write_episodes(
         dataset: Rows with the fields of the schema by path, ``[T, ...]`` each (one more if the episode has a final
             value), and optionally ``end`` (``cut`` by default), ``env``, declared columns and ``metadata``. Other
             columns of `read_episodes` are ignored; unknown columns are refused.
-        url: Of the store, which is created if it does not exist.
+        url: URL of the store, which is created if it does not exist.
         schema: The fields; None: those of the store, or inferred from the first data.
         name: Name of the streams.
         concurrency: Number of tasks that write at the same time.

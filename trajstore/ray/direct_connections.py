@@ -97,7 +97,7 @@ class ActorConnections:
     """A learner's connections to all actors on its machine, for one kind of batch.
 
     Attributes:
-        layout: Of the batches.
+        layout: Layout of the batches.
         by_rank: The connections, by rank of the actor.
     """
 
@@ -170,9 +170,9 @@ def serve_learner(address: str, rank: int, layout: BatchLayout, write_windows: W
     """Connect an actor to a learner and start a thread that answers it; False if the learner can't be reached.
 
     Args:
-        address: Of the learner's socket.
-        rank: Of the actor.
-        layout: Of the learner's batches.
+        address: Address of the learner's socket.
+        rank: Rank of the actor.
+        layout: Layout of the learner's batches.
         write_windows: Draws windows and writes them into tensors; with None it draws nothing. Returns the number of
             the actor and its weight for the next draw.
     """

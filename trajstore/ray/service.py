@@ -101,7 +101,8 @@ class RayReplayBuffer:
         """Start the actors, and return when the buffer is open. Ray must be running (`ray.init`).
 
         Args:
-            url: Of the store, as all actors reach it: on several machines an object store or a shared directory.
+            url: URL of the store, as all actors reach it: on several machines an object store or a shared
+                directory.
             n_actors: Number of actors that the experience is spread over.
             name: Name of the service, for `connect`.
             schema: The fields; None: those of the store, or inferred from the first data.
@@ -130,7 +131,7 @@ class RayReplayBuffer:
         """Start the actors from a checkpoint, with any number of actors; see `start` and `ReplayBuffer.resume`.
 
         Args:
-            url: Of the store.
+            url: URL of the store.
             checkpoint: Name or id of a checkpoint, or "latest".
             n_actors: As for `start`; need not be the number that saved the checkpoint.
             name: As for `start`.

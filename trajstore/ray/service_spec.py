@@ -21,7 +21,7 @@ class ServiceSpec:
     """The options of a service; handles carry it to other processes.
 
     Attributes:
-        url: Of the store.
+        url: URL of the store.
         n_actors: Number of actors.
         schema: The fields; None: those of the store, or inferred from the first data.
         storage_options: Options for fsspec's filesystem; never shown.

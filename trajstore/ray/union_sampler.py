@@ -48,7 +48,7 @@ class UnionSampler:
 
     Args:
         actors: By rank.
-        seed: Of the random numbers that split batches among actors.
+        seed: Seed of the random numbers that split batches among actors.
     """
 
     def __init__(self, actors: Sequence[Any], seed: int) -> None:

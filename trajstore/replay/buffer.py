@@ -180,7 +180,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         episodes received in a redistribution, unless ``capacity`` is given.
 
         Args:
-            url: Of the store.
+            url: URL of the store.
             checkpoint: Name or id of a checkpoint, "latest", or the result of `state_dict`.
             policy: How to redistribute episodes, see `redistribute`. By default they stay where they are if the
                 number of ranks is the same, and are balanced by steps otherwise.
@@ -221,7 +221,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         torch.distributed does not survive the death of a rank.
 
         Args:
-            url: Of the store.
+            url: URL of the store.
             rank: The rank to replace.
             world_size: Number of ranks.
             world: Id of the world; by default the newest one that has such a rank.

@@ -22,7 +22,7 @@ class Capture:
 
     Args:
         assembler: Shows the steps.
-        writer: Of the session.
+        writer: Writer of the session.
         turns: Holds back appends while a commit has to free room first.
         state: Returns the state of everything in memory; called with both locks held.
         statistics: Returns the state of the running statistics; called by the commit thread, in commit order.

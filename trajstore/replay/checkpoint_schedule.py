@@ -38,7 +38,7 @@ class CheckpointSchedule:
     """Captures checkpoints and has them written; called and requested ones run side by side.
 
     Args:
-        storage: Of the store.
+        storage: Storage of the store.
         group: The ranks that take part.
         parent: Id of the checkpoint that the session continued.
         check: Takes the first rows that a checkpoint wants; raises if an eviction has passed them.

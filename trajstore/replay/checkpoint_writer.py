@@ -27,13 +27,13 @@ class CapturedState:
     """What a checkpoint will hold, as it was in memory when it was captured.
 
     Attributes:
-        name: Of the checkpoint.
+        name: Name of the checkpoint.
         streams: What it shows of every stream but the session's own.
         own_stream: The session's own stream.
         own_first: The first row of that stream that it shows.
-        state: Of the session.
+        state: State of the session.
         record: The record of the session's own stream, and further state, once the captured steps are durable.
-        ticket: Of the commit that makes them durable.
+        ticket: Ticket of the commit that makes them durable.
         keep_last: Afterwards keep only this many checkpoints of the lineage; None: all.
         lane: Checkpoints of one lane are taken one after the other: ``"called"`` or ``"asked"``.
     """
@@ -66,9 +66,9 @@ class CheckpointWriter:
     """Writes one checkpoint at a time, on a thread. The next call raises its failure.
 
     Args:
-        storage: Of the store.
+        storage: Storage of the store.
         group: The ranks that take part.
-        lineage: Of the session.
+        lineage: Lineage of the session.
         check: Takes the first rows that a checkpoint wants; raises if an eviction has passed them.
         commit: Waits for the commit of a ticket; tries it again if it has failed.
     """

@@ -30,16 +30,16 @@ def collective_id(world: str, name: str, after: str) -> str:
 class CollectiveCheckpoint:
     """One rank's share in one collective checkpoint.
 
-    Rank 0 decides. It posts first that it has begun, then reads the notes of the others. A rank that gives up takes
-    back its note first, then reads whether rank 0 has begun. So no part changes that may be published.
+    Rank 0 decides. It posts first that it has begun, then reads the notes of the others. A rank that gives up
+    removes its note first, then reads whether rank 0 has begun. So no part changes that may be published.
 
     Args:
-        storage: Of the store.
+        storage: Storage of the store.
         group: The ranks.
-        lineage: Of this rank's session.
+        lineage: Lineage of this rank's session.
         old_notes: Keys of this rank's notes on earlier checkpoints; they are removed when no rank needs them.
         checkpoint_id: The same on all ranks.
-        name: Of the checkpoint.
+        name: Name of the checkpoint.
         lane: Checkpoints of one lane are taken one after the other.
     """
 

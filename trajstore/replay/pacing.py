@@ -113,7 +113,7 @@ class SamplesPerInsert:
 
         Raises:
             TimeoutError: The bounds did not allow it within ``timeout_s`` seconds; nothing was counted.
-            ClosedError: The limiter was closed.
+            ClosedError: The object was closed.
             ValueError: With this ``slack``, this insert or the samples of other threads could wait for ever.
         """
         self._wait("insert", n, timeout_s)
@@ -164,7 +164,7 @@ class SamplesPerInsert:
         """Refuse a call that could wait for ever, given the largest calls so far."""
         check_positive("n", n)
         if self._is_closed:
-            raise ClosedError(f"the limiter is closed; {what} of {n} refused")
+            raise ClosedError(f"SamplesPerInsert is closed; {what} of {n} refused")
         if self._slack is None or (what == "insert" and self._n_inserted < self._min_steps):
             return
         largest = self._largest | {what: max(n, self._largest[what])}
@@ -177,10 +177,10 @@ class SamplesPerInsert:
             )
         self._largest = largest
 
-    def _took(self, what: str, n: int) -> bool:
+    def _count_if_allowed(self, what: str, n: int) -> bool:
         """Count the call if the bounds allow it; returns whether they do."""
         if self._is_closed:
-            raise ClosedError(f"the limiter was closed while {what} of {n} waited")
+            raise ClosedError(f"SamplesPerInsert was closed while {what} of {n} waited")
         if not (self._may_insert(n) if what == "insert" else self._may_sample(n)):
             return False
         self._add(*((n, 0) if what == "insert" else (0, n)))
@@ -226,7 +226,9 @@ class SamplesPerInsert:
         seconds = _seconds(timeout_s, self._timeout_s)
         with self._changed:
             self._admit(what, n)
-            if not self._changed.wait_for(lambda: self._took(what, n), None if seconds == math.inf else seconds):
+            if not self._changed.wait_for(
+                lambda: self._count_if_allowed(what, n), None if seconds == math.inf else seconds
+            ):
                 raise self._timed_out(what, n, seconds)
 
     async def _wait_async(self, what: str, n: int, timeout_s: float | None) -> None:
@@ -246,7 +248,7 @@ class SamplesPerInsert:
         """Count the call, or return a future that is resolved when it is worth trying again."""
         loop = asyncio.get_running_loop()
         with self._changed:
-            if self._took(what, n):
+            if self._count_if_allowed(what, n):
                 return None
             future: asyncio.Future[None] = loop.create_future()
             waiter = loop, future

@@ -65,7 +65,7 @@ class RetentionMerge:
         """The state of the `Evictor` of a rank that receives the chosen episodes.
 
         Args:
-            share: Of the counts over all ranks.
+            share: Share of the counts over all ranks.
             n_steps: Steps that the rank receives; limits never evict below this number.
             n_episodes: Episodes that the rank receives; the same holds for them.
         """

@@ -88,7 +88,7 @@ class SessionStart:
 
     def first_marks(self) -> dict[str, int]:
         """The first row that this session wants of each stream that exists already."""
-        marks = {stream: row for stream, row in Marks.live(self.store.snapshot.streams).items() if row}
+        marks = {stream: row for stream, row in Marks.wanted(self.store.snapshot.streams).items() if row}
         if self.checkpoint is not None:  # also 0: the earlier session may have given up rows since
             return marks | dict(Marks.pinned_by(self.checkpoint))
         if self.group.size > 1:  # each rank speaks for the streams that it shows

@@ -61,7 +61,8 @@ class RunningStatistics:
                 if moments is not None:
                     moments.add(values)
                 elif path not in self._known:
-                    raise DataError(f"field '{path}': the schema has {', '.join(map(repr, sorted(self._known)))}")
+                    known = ", ".join(map(repr, sorted(self._known)))
+                    raise DataError(f"no field '{path}'; the fields are {known}")
 
     def merge(self, other: RunningStatistics) -> None:
         """Add what another has counted.
@@ -100,7 +101,8 @@ class RunningStatistics:
         self, state: Mapping[str, Mapping[str, Any]], take: Callable[[_Moments, Mapping[str, Array]], None]
     ) -> None:
         if state.keys() != self._moments.keys():
-            raise ValueError(f"statistics of {', '.join(state)}; expected {', '.join(self._moments)}")
+            expected, got = ", ".join(self._moments), ", ".join(state)
+            raise ValueError(f"state: expected statistics of {expected}, got those of {got}")
         arrays = {path: self._moments[path].checked_state(part) for path, part in state.items()}
         with self._lock:
             for path, part in arrays.items():
@@ -334,7 +336,7 @@ class ObservedStatistics:
     """The statistics of a buffer; they begin once the schema is known.
 
     Args:
-        schema: Of the store; None while it is not known.
+        schema: Schema of the store; None while it is not known.
         chosen: False: none are kept. True: of all fields. Else the names of fields or groups.
         saved: The state of a checkpoint to continue from.
     """

@@ -146,7 +146,7 @@ class ReaderMerge:
 
         Args:
             own: Position of the rank whose kind of state (with priorities or without) is kept.
-            seed: Of the new rank.
+            seed: Seed of the new rank.
             share: Gives the new rank's share of a count over all ranks.
         """
         state = {

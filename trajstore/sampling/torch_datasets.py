@@ -157,7 +157,7 @@ class WindowDataset(Dataset[Batch]):
 
     def __getitem__(self, number: int) -> Batch:
         if not -len(self) <= number < len(self):
-            raise IndexError(f"window {number} of {len(self)}")
+            raise IndexError(f"window {number}: the dataset has {len(self)} windows")
         return self.__getitems__([number % len(self)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Batch]:

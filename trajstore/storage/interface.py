@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 # What a put expects to find under its key.
 ANY: Final = "*any*"  # anything: replace it
-ABSENT: Final = "*absent*"  # nothing: else refuse
+ABSENT: Final = "*absent*"  # the key must not exist
 UNSEEN: Final = "*unseen*"  # nothing, or the same bytes; no reader looks yet, so the put need not be atomic
-OWN: Final = "*own*"  # nothing, or our own bytes of an earlier try, which a reader may be reading
+OWN: Final = "*own*"  # nothing, or bytes of an earlier attempt of this writer, which a reader may be reading
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """One object of a wave. ``make`` is called when its turn comes, so that few encoded objects exist at a time."""
+    """One object to put. ``make`` is called when its turn comes, so that few encoded objects exist at a time."""
 
     key: str
     make: Callable[[], bytes]

@@ -307,7 +307,7 @@ class _StoreCopying(_Copying):
 
 def _wanted_rows(records: Mapping[str, CommitRecord], checkpoints: Sequence[Checkpoint]) -> Marks:
     """By stream id, the first row that is live or pinned by a checkpoint."""
-    wanted = Marks.live(list(records.values()))
+    wanted = Marks.wanted(list(records.values()))
     for checkpoint in checkpoints:
         wanted = wanted.lowered(Marks.pinned_by(checkpoint))
     return wanted

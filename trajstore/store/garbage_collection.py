@@ -32,7 +32,7 @@ class GarbageCollector:
 
     A *sweep* first publishes the session's marks in the writer's record. After a grace time, in which readers may
     finish with an older snapshot, it reads the records again, then the checkpoints, and deletes the chunks whose
-    rows all lie below the live rows and below the pinned rows. So a checkpoint that is put, and for which
+    rows all lie below the wanted rows and below the pinned rows. So a checkpoint that is put, and for which
     `check_pins` then finds that no mark has passed it, keeps its rows. A crash at any point leaves chunks that
     readers ignore; the garbage collector of a later session deletes them.
 
@@ -176,11 +176,11 @@ class GarbageCollector:
             self._is_due = False
         self.publish()
         # Marks that others publish from here on get their grace time before a later sweep.
-        aged = Marks.live(self._records()) if self._grace_s > 0 else None
+        aged = Marks.wanted(self._records()) if self._grace_s > 0 else None
         if self._closing.wait(self._grace_s) if self._grace_s > 0 else self._closing.is_set():
             raise ClosedError("the garbage collector was closed before it could delete anything")
         records = sorted(self._records(), key=lambda record: (record.created_at, record.id))
-        marks = Marks.live(records)
+        marks = Marks.wanted(records)
         if aged is not None:
             marks = marks.lowered({stream: aged.get(stream, 0) for stream in marks})
         # Read checkpoints last: one that is put later reads the marks again, and finds the marks used here.
@@ -265,7 +265,7 @@ def check_pins(wanted: Mapping[str, int], records: Sequence[CommitRecord]) -> No
         SnapshotExpiredError: A mark has passed one of these rows, or a stream was removed. Rows below a mark may be
             deleted at any time, so the checkpoint must be withdrawn.
     """
-    live = Marks.live(records)
+    live = Marks.wanted(records)
     for stream, row in wanted.items():
         if stream not in live:
             raise SnapshotExpiredError(f"stream '{stream}' was removed; take the checkpoint again")

@@ -167,9 +167,9 @@ class Snapshot:
         return snapshot
 
     def cuts(self) -> dict[str, StreamExtent]:
-        """The extent of every stream in this view, for a checkpoint; streams without live rows are left out."""
+        """The extent of every stream in this view, for a checkpoint; streams without wanted rows are left out."""
         records = self.streams
-        live, discarded = Marks.live(records), _discarded(records)
+        live, discarded = Marks.wanted(records), _discarded(records)
         extents: dict[str, StreamExtent] = {}
         for r in records:
             episodes = tuple(sorted(discarded.get(r.shown_as, ())))
@@ -242,7 +242,7 @@ class Snapshot:
         """The spans of every stream as this view shows them; stream numbers are positions in `names`."""
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
-        live, discarded = Marks.live(records), _discarded(records)
+        live, discarded = Marks.wanted(records), _discarded(records)
         dead = {s for r in records for s in r.view.dead}
         hidden: dict[str, tuple[tuple[int, int], ...]] = {}
         for r in records:
@@ -388,7 +388,7 @@ class Snapshot:
         if self._is_pinned(missing.stream):
             return CorruptionError(str(missing))
         fresh = Snapshot.load(self._storage, self._schema)
-        first = Marks.live(fresh.streams).get(missing.stream, 0)
+        first = Marks.wanted(fresh.streams).get(missing.stream, 0)
         if missing.stream not in fresh._streams or first > row:
             return SnapshotExpiredError(
                 f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"

@@ -41,7 +41,7 @@ class EarlierSessions:
         self.next_session = 1 + max((_session_number(reader.record.name) for reader in readers), default=-1)
         starts = np.cumsum([0, *self.streams.values()]).tolist()
         self.n_places = starts.pop()
-        firsts = Marks.live(snapshot.streams)
+        firsts = Marks.wanted(snapshot.streams)
         self._sessions = [
             _SessionRows(r, firsts[r.record.id], start) for r, start in zip(readers, starts, strict=True)
         ]

@@ -93,7 +93,7 @@ class RowLog:
         dead = [record.id for record in snapshot.streams if not record.is_sealed]
         self._writer = store.writer(f"session-{earlier.next_session}", world=uuid.uuid4().hex, dead=dead, **options)
         # Only the records of the newest session count, so it must repeat which rows are evicted.
-        marks = Marks.live(snapshot.streams)
+        marks = Marks.wanted(snapshot.streams)
         self._writer.set_view(first_rows={stream: row for stream, row in marks.items() if row})
         self._streams = [*earlier.streams, self._writer.stream]
         self._starts = np.cumsum([0, *earlier.streams.values()])

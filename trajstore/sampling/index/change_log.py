@@ -1,8 +1,9 @@
-"""The log of changes of an episode index: one account that plans and derived tables follow.
+"""The log of changes of an episode index, which plans and derived tables follow.
 
 Every change has a version number, one more than the change before. A plan or a table that is derived from the index
-remembers the version it was made at, and asks the log for the changes since then. The log forgets old changes; it
-answers None then, and the asker starts over. Additions only raise the version: what they added stands in the index.
+remembers the version it was made at, and asks the log for the changes since then. The log forgets old changes. It
+returns None in that case, and the caller recomputes everything. Additions only raise the version: what they added
+is in the index.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ class StepTable:
 
         Args:
             name: Name of the column.
-            dtype: Of its values.
-            shape: Of the value of one step.
+            dtype: Dtype of its values.
+            shape: Shape of the value of one step.
             initial: Gives the value of new steps.
             fill: Value of the steps that exist already; None for what ``initial`` gives.
         """

@@ -85,7 +85,7 @@ class Inspection:
 
     def wanted_rows(self, records: Iterable[CommitRecord]) -> Marks:
         """The first row of each stream that is live or pinned by a checkpoint."""
-        wanted = Marks.live(list(records))
+        wanted = Marks.wanted(list(records))
         for checkpoint in self.checkpoints:
             wanted = wanted.lowered(Marks.pinned_by(checkpoint))
         return wanted
