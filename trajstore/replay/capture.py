@@ -11,7 +11,7 @@ from typing import Any
 from trajstore.format.checkpoint_record import StreamExtent
 from trajstore.format.commit_record import CommitRecord
 from trajstore.replay.checkpoint_writer import CapturedState
-from trajstore.replay.evictor import unshown_rows
+from trajstore.replay.limit_evictor import unshown_rows
 from trajstore.replay.turns import TurnTaking
 from trajstore.sampling.batches.batch_assembler import BatchAssembler
 from trajstore.writing.writer import Writer

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from trajstore.format.handles import EpisodeKey
-from trajstore.replay.evictor import Evictor, unshown_rows
+from trajstore.replay.limit_evictor import LimitEvictor, unshown_rows
 from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where
 from trajstore.sampling.reader import Reader
 from trajstore.schema import Array
@@ -34,7 +34,7 @@ class Eviction:
 
     def __init__(
         self,
-        evictor: Evictor,
+        evictor: LimitEvictor,
         reader: Reader,
         writer: Writer,
         collector: GarbageCollector,

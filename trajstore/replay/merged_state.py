@@ -9,7 +9,7 @@ import numpy as np
 
 from trajstore.arguments import parse_bytes
 from trajstore.distributed.partitions import Partitions, RankEpisodes
-from trajstore.replay.retention_state import RetentionMerge
+from trajstore.replay.merged_arrivals import ArrivalsMerge
 from trajstore.replay.session_state import Counters, RankShare
 from trajstore.replay.statistics import RunningStatistics
 from trajstore.sampling.index.index_entries import TRUNCATED
@@ -51,7 +51,7 @@ class _Merge:
         self._share = share
         self._newest = np.full(len(plan.streams), -1)
         self._reader = ReaderMerge(plan.streams, *episodes.columns("stream", "episode", "t", "length"))
-        self._retention = RetentionMerge(plan.streams, *episodes.columns("stream", "episode"))
+        self._retention = ArrivalsMerge(plan.streams, *episodes.columns("stream", "episode"))
         self._others: list[dict[str, Any]] = []  # the small rest of each rank's state
 
     def add(self, holder: int, state: dict[str, Any]) -> None:

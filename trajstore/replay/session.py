@@ -14,7 +14,7 @@ from trajstore.replay.capture import Capture
 from trajstore.replay.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
 from trajstore.replay.drawing import Drawing
 from trajstore.replay.eviction import Eviction
-from trajstore.replay.evictor import Evictor
+from trajstore.replay.limit_evictor import LimitEvictor
 from trajstore.replay.options import ReplayOptions, to_json
 from trajstore.replay.policy_versions import PolicyVersions
 from trajstore.replay.readiness import Readiness
@@ -51,7 +51,7 @@ class Session:
 
     writer: Writer
     reader: Reader
-    evictor: Evictor
+    evictor: LimitEvictor
     collector: GarbageCollector
     schedule: CheckpointSchedule
     appending: Appending
@@ -119,7 +119,7 @@ class Session:
             compiled=options.compiled,
             streams=start.state["order"]["streams"] if start.state else (),
         )
-        self.evictor = Evictor(self.reader.assembler, Retention.of(options.capacity))
+        self.evictor = LimitEvictor(self.reader.assembler, Retention.of(options.capacity))
         self._connect_parts()
         if start.state is not None:
             self._restore(start.state)

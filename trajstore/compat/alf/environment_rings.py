@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trajstore.compat.alf.integer_table import IntegerTable
+from trajstore.compat.alf.ring_table import RingTable
 from trajstore.compat.alf.ring_windows import WindowParts, WindowStarts
 from trajstore.compat.alf.stored_steps import StoredSteps
 from trajstore.sampling.index.index_entries import GONE
@@ -34,7 +34,7 @@ class EnvironmentRings:
         self.length = length
         self.stop, self.first = np.full((2, n_envs), first)
         self._episode_at = np.full((n_envs, length), -1)  # by environment and index in the ring
-        self._episodes, self._stretches = IntegerTable(7), IntegerTable(3)
+        self._episodes, self._stretches = RingTable(7), RingTable(3)
         self._open = np.full(n_envs, -1)  # id of each environment's open episode
         self._stretch = np.full(n_envs, -1)  # id of each environment's newest stretch
         self._stretch_order: Array | None = None  # ids by environment and position; None: to be sorted again

@@ -7,7 +7,7 @@ import numpy as np
 from trajstore.schema import Array
 
 
-class IntegerTable:
+class RingTable:
     """Rows of int64 columns; a row's id is its index, until `keep` renumbers the rows."""
 
     def __init__(self, n_columns: int) -> None:

@@ -16,8 +16,8 @@ from trajstore.schema import Array
 _TIME, _ORDER, _STREAM, _EPISODE, _T, _ROWS, _HOLDER = range(7)
 
 
-class RetentionMerge:
-    """Collects the arrivals of chosen episodes from the states of several `Evictor` objects.
+class ArrivalsMerge:
+    """Collects the arrivals of chosen episodes from the states of several `LimitEvictor` objects.
 
     Args:
         streams: Ids of streams; ``stream`` names them by position.
@@ -62,7 +62,7 @@ class RetentionMerge:
         return [np.stack([time, order, numbers[pairs[0]], pairs[1], t, count]).astype(np.float64)]
 
     def result(self, share: RankShare, n_steps: int, n_episodes: int) -> dict[str, Any]:
-        """The state of the `Evictor` of a rank that receives the chosen episodes.
+        """The state of the `LimitEvictor` of a rank that receives the chosen episodes.
 
         Args:
             share: Share of the counts over all ranks.

@@ -74,7 +74,7 @@ class _ArrivalQueue:
         return float(self._data[0, self._first]) if len(self) else math.inf
 
 
-class Evictor:
+class LimitEvictor:
     """Applies a `Retention` to the steps that an assembler shows. Methods are called with its lock held.
 
     The order in which steps arrived decides which are evicted, so the result does not depend on commits. Rows on
