@@ -264,9 +264,12 @@ def test_nothing_reported_is_lost_however_often_a_writer_is_killed(lives: Nurser
     url, rng = str(tmp_path / "store"), np.random.default_rng(7)
     trajstore.create(url, SCHEMA)
     reported: dict[str, tuple[int, int]] = {}
+    total, patience = 0, 1.0  # on a busy machine, lives last longer until enough of them commit
     for seed in range(N_KILLS):
-        stream, n_commits = kill_one_life(lives, url, seed, float(rng.uniform(0.005, 0.150)))
+        stream, n_commits = kill_one_life(lives, url, seed, patience * float(rng.uniform(0.005, 0.150)))
         reported[stream] = (seed, n_commits)
+        total += n_commits
+        patience = min(40.0, patience * 1.5) if total <= 2 * seed else max(1.0, patience / 1.5)
         store = trajstore.open(url)
         assert_shows_a_commit(store, stream, seed, n_commits)
         if seed % 10 == 9:
@@ -274,7 +277,7 @@ def test_nothing_reported_is_lost_however_often_a_writer_is_killed(lives: Nurser
     assert {record.id for record in store.streams} <= reported.keys()
     for stream, (seed, n_commits) in reported.items():
         assert_shows_a_commit(store, stream, seed, n_commits)
-    assert sum(n_commits for _, n_commits in reported.values()) > N_KILLS
+    assert total > N_KILLS
 
 
 def test_a_killed_writer_leaves_its_open_episodes_open(lives: Nursery, tmp_path: Path) -> None:
