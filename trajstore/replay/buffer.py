@@ -253,10 +253,8 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
 
     def remove_below(self, version: int) -> int:
         """Evict all steps that an older policy collected; returns how many. Looks at every step."""
-        session, assembler = self._session, self._session.reader.assembler
-        session.check()
-        with assembler.lock:
-            assembler.publish(waits=True)
+        session = self._session
+        with session.up_to_date(waits=True):
             return session.eviction.evict_steps(session.versions.older_than(version))
 
     def evict(
@@ -279,19 +277,13 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             raise ValueError("evict: give exactly one of n_episodes, where and keys")
         if n_episodes is not None:
             check_positive("n_episodes", n_episodes)
-        session, assembler = self._session, self._session.reader.assembler
-        session.check()
-        with assembler.lock:
-            assembler.publish(waits=True)
-            return session.eviction.evict_episodes(n_episodes, where, keys)
+        with self._session.up_to_date(waits=True):
+            return self._session.eviction.evict_episodes(n_episodes, where, keys)
 
     def clear(self) -> int:
         """Evict all steps; open episodes continue. Returns the number of evicted steps."""
-        session, assembler = self._session, self._session.reader.assembler
-        session.check()
-        with assembler.lock:
-            assembler.publish(waits=True)
-            return session.eviction.evict_steps(np.ones(assembler.index.n_steps, bool))
+        with self._session.up_to_date(waits=True) as assembler:
+            return self._session.eviction.evict_steps(np.ones(assembler.index.n_steps, bool))
 
     # ---- readiness
 
@@ -401,10 +393,8 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
 
     def stats(self) -> dict[str, Any]:
         """Figures for loggers: sizes, evictions by cause, steps not yet durable, cache, commits."""
-        session, assembler = self._session, self._session.reader.assembler
-        session.check()
-        with assembler.lock:
-            assembler.publish()
+        session = self._session
+        with session.up_to_date() as assembler:
             figures = {
                 "n_steps": assembler.index.n_steps,
                 "n_episodes": assembler.index.n_episodes,

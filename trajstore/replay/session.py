@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trajstore.errors import ClosedError, RankError
@@ -23,6 +24,7 @@ from trajstore.replay.session_start import SessionStart
 from trajstore.replay.session_state import Counters, as_tensors
 from trajstore.replay.statistics import ObservedStatistics
 from trajstore.replay.turns import TurnTaking
+from trajstore.sampling.batches.batch_assembler import BatchAssembler
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Schema
@@ -197,12 +199,22 @@ class Session:
     def schema(self) -> Schema | None:
         return self.writer.schema or self.store.schema
 
-    def count(self) -> tuple[int, int]:
-        """The number of steps and of episodes that can be sampled."""
+    @contextlib.contextmanager
+    def up_to_date(self, *, waits: bool = False) -> Iterator[BatchAssembler]:
+        """Check the session, and hold the assembler's lock with all appended steps shown.
+
+        Args:
+            waits: Whether to wait while another thread appends; else its last steps may be missing.
+        """
         self.check()
         assembler = self.reader.assembler
         with assembler.lock:
-            assembler.publish()
+            assembler.publish(waits=waits)
+            yield assembler
+
+    def count(self) -> tuple[int, int]:
+        """The number of steps and of episodes that can be sampled."""
+        with self.up_to_date() as assembler:
             return assembler.index.n_steps, assembler.index.n_episodes
 
     def refresh(self) -> None:

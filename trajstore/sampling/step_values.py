@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import torch
 
 from trajstore.errors import DataError, EpisodeNotFoundError
 from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where
-from trajstore.sampling.priorities.priority_options import (
-    UNCHANGED,
-    Duplicates,
-    Normalize,
-    Over,
-    Priorities,
-    Unchanged,
-)
-from trajstore.sampling.priorities.priority_options import Kind as PriorityKind
+from trajstore.sampling.priorities.priority_options import Priorities, PriorityChanges
 from trajstore.sampling.priorities.priority_sampler import PrioritySampler
 from trajstore.sampling.step_columns.derived_columns import DerivedColumns
 from trajstore.sampling.step_columns.step_table import StepTable
@@ -98,22 +90,7 @@ class StepValues:
             with self.assembler.lock:
                 self.priority_sampler.follow()
 
-    def set_priorities(
-        self,
-        *,
-        alpha: float | Unchanged = UNCHANGED,
-        beta: float | Callable[[int], float] | Unchanged = UNCHANGED,
-        eps: float | Unchanged = UNCHANGED,
-        initial: Literal["max"] | float | Unchanged = UNCHANGED,
-        over: Over | float | Unchanged = UNCHANGED,
-        normalize: Normalize | Unchanged = UNCHANGED,
-        duplicates: Duplicates | Unchanged = UNCHANGED,
-        kind: PriorityKind | Unchanged = UNCHANGED,
-        rank_every: int | Unchanged = UNCHANGED,
-        stratified: bool | Unchanged = UNCHANGED,
-        uniform: float | Unchanged = UNCHANGED,
-        max_uses: int | Unchanged | None = UNCHANGED,
-    ) -> None:
+    def set_priorities(self, **changes: Unpack[PriorityChanges]) -> None:
         """Change options of `Priorities` from the next batch on; options that are not passed stay as they are.
 
         A change of ``alpha``, ``eps``, ``over``, ``kind``, ``rank_every`` or ``max_uses`` recomputes the masses of
@@ -123,22 +100,8 @@ class StepValues:
             ValueError: An option has a bad value, or the reader has no priorities; nothing was changed.
             DataError: The largest priority is too large for the new ``alpha``; nothing was changed.
         """
-        options: dict[str, Any] = {
-            "alpha": alpha,
-            "beta": beta,
-            "eps": eps,
-            "initial": initial,
-            "over": over,
-            "normalize": normalize,
-            "duplicates": duplicates,
-            "kind": kind,
-            "rank_every": rank_every,
-            "stratified": stratified,
-            "uniform": uniform,
-            "max_uses": max_uses,
-        }
         with self.assembler.lock:
-            self._sampler.configure({name: value for name, value in options.items() if value is not UNCHANGED})
+            self._sampler.configure(changes)
 
     def priority_stats(self, windows: Windows, *, where: Where | None = None, n_bins: int = 20) -> dict[str, Any]:
         """Figures over the windows that can be drawn: priorities, effective sample size, mass by age.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
-from trajstore.format.checkpoint_record import StreamExtent
+from trajstore.format.checkpoint_record import Checkpoint, StreamExtent
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
@@ -22,16 +22,6 @@ from trajstore.storage import Storage
 from trajstore.store.stream_reader import MissingChunkError, StreamReader, concat_spans
 
 T = TypeVar("T")
-
-
-class StreamExtents(Protocol):
-    """The part of a checkpoint that `Snapshot.at` needs: its id and the extent of each stream."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def streams(self) -> Mapping[str, StreamExtent]: ...
 
 
 class _Stream:
@@ -70,7 +60,7 @@ class Snapshot:
         self._pins: dict[str, str] = {}  # by stream: id of the checkpoint that pins its rows
 
     @staticmethod
-    def at(storage: Storage, schema: Schema | None, checkpoint: StreamExtents) -> Snapshot:
+    def at(storage: Storage, schema: Schema | None, checkpoint: Checkpoint) -> Snapshot:
         """The view of a checkpoint: each of its streams up to its extent, with open episodes shown as cut.
 
         Reads, in one wave, the records of the streams that were still open when the checkpoint was taken.

@@ -5,22 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal, TypedDict, get_args
 
 Normalize = Literal["batch", "buffer"]
 Duplicates = Literal["last", "max"]
 Kind = Literal["proportional", "rank"]
 Over = Literal["start", "max", "mean"]
-
-
-class Unchanged(Enum):
-    """The type of `UNCHANGED`."""
-
-    UNCHANGED = "unchanged"
-
-
-UNCHANGED = Unchanged.UNCHANGED  # the default of keywords that keep an option as it is
 
 
 class PriorityChanges(TypedDict, total=False):

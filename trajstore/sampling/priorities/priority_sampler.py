@@ -16,7 +16,7 @@ from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where, Wi
 from trajstore.sampling.draws import DrawScope
 from trajstore.sampling.priorities.priority_column import COLUMN, PriorityColumn
 from trajstore.sampling.priorities.priority_masses import PriorityMasses
-from trajstore.sampling.priorities.priority_options import Priorities
+from trajstore.sampling.priorities.priority_options import Priorities, PriorityChanges
 from trajstore.sampling.priorities.priority_tree import USES, PrioritisedWindows, PriorityTree, concat_prioritised
 from trajstore.sampling.priorities.priority_updates import checked_update, largest_per_address, per_step
 from trajstore.sampling.rng import CounterRng
@@ -87,7 +87,7 @@ class PrioritySampler:
         self.follow()
         return self._stored.save(writer)
 
-    def configure(self, changes: Mapping[str, Any]) -> None:
+    def configure(self, changes: PriorityChanges) -> None:
         """Change options by name. Options that masses depend on make the next draw recompute all masses.
 
         Raises:
