@@ -29,7 +29,7 @@ from rich.table import Table
 
 PACKAGES = (
     "trajstore", "numpy", "zarr", "numcodecs", "numba", "torch", "torchrl", "tensordict", "tensorstore", "s3fs",
-    "cpprb", "ray", "gymnasium", "ale-py",
+    "cpprb", "stable_baselines3", "ray", "gymnasium", "ale-py",
 )  # fmt: skip
 LARGE_BYTES = 4 << 20
 
@@ -85,15 +85,16 @@ class Report:
     ratios: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def run(self, cases: Sequence[Case], rounds: int) -> None:
-        """Run the cases alternately, ``rounds`` times each."""
+    def run(self, cases: Sequence[Case], rounds: int, *, sync: bool = True) -> None:
+        """Run the cases alternately, ``rounds`` times each; ``sync=False`` for cases that do not use the disk."""
         seconds: dict[str, list[float]] = {case.name: [] for case in cases}
         for i in range(rounds):
             for j in range(len(cases)):
                 case = cases[(i + j) % len(cases)]
                 directory = Path(tempfile.mkdtemp(prefix="trajstore-bench-"))
                 atexit.register(shutil.rmtree, directory, ignore_errors=True)
-                os.sync()
+                if sync:
+                    os.sync()
                 seconds[case.name].append(case.run(directory))
                 _remove_large_files(directory)
         for case in cases:
@@ -118,18 +119,18 @@ class Report:
         self.cases[name] = {"isolates": isolates, **values}
 
     def ratio(
-        self, name: str, value: float, target: float, *, at_most: bool = False, fastest: float | None = None
+        self, name: str, value: float, target: float | None, *, at_most: bool = False, fastest: float | None = None
     ) -> None:
-        """A ratio and what it should reach: at least the target, or at most.
+        """A ratio and what it should reach: at least the target, or at most; without one it is only recorded.
 
         ``fastest`` is the same ratio from the fastest rounds: what is left when nothing else uses the machine.
         """
-        met = value <= target if at_most else value >= target
+        met = None if target is None else value <= target if at_most else value >= target
         self.ratios[name] = {
             "value": value, "fastest": fastest, "target": target, "at_most": at_most, "met": met
         }  # fmt: skip
 
-    def speedup(self, name: str, ours: str, peer: str, target: float) -> None:
+    def speedup(self, name: str, ours: str, peer: str, target: float | None) -> None:
         """How many times faster ours is per unit of work; nothing where the peer did not run."""
         if peer in self.cases:
             median, fastest = (self._cost(peer, of) / self._cost(ours, of) for of in (statistics.median, min))
@@ -202,13 +203,18 @@ def _fact_table(cases: dict[str, dict[str, Any]]) -> Table:
 
 
 def _ratio_table(ratios: dict[str, dict[str, Any]]) -> Table:
-    table = Table(title="ratios")
-    for name in ("ratio", "of medians", "of fastest", "target", ""):
+    table, has_cpu = Table(title="ratios"), any("cpu" in ratio for ratio in ratios.values())
+    for name in ("ratio", "of medians", "of fastest", *["of CPU time"] * has_cpu, "target", ""):
         table.add_column(name, justify="left" if name == "ratio" else "right")
     for name, ratio in ratios.items():
         target = f"{'at most' if ratio['at_most'] else 'at least'} {shown(ratio['target'])}"
         verdict = "[green]met[/]" if ratio["met"] else "[red]missed[/]"
-        table.add_row(name, shown(ratio["value"]), shown(ratio["fastest"]), target, verdict)
+        if ratio["target"] is None:
+            target, verdict = "", "recorded"
+        if ratio.get("is_busy"):
+            verdict += " while busy"
+        cpu = [shown(ratio.get("cpu"))] * has_cpu
+        table.add_row(name, shown(ratio["value"]), shown(ratio["fastest"]), *cpu, target, verdict)
     return table
 
 
@@ -222,6 +228,17 @@ def shown(value: Any) -> str:
 
 def shown_time(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def waited_s() -> dict[str, float]:
+    """Seconds that each thread of this process has waited for a processor, where the system says."""
+    waited = {}
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        try:
+            waited[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+        except OSError:  # the thread has ended
+            continue
+    return waited
 
 
 def environment() -> dict[str, Any]:
@@ -264,9 +281,13 @@ def tree_bytes(path: Path) -> int:
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
 
 
-def arguments(description: str | None) -> argparse.Namespace:
+def arguments(
+    description: str | None, add_options: Callable[[argparse.ArgumentParser], None] | None = None
+) -> argparse.Namespace:
     """``--small`` for a run of seconds that shows only that it works, ``--json`` for a file to write."""
     parser = argparse.ArgumentParser(description=description)
+    if add_options is not None:
+        add_options(parser)
     parser.add_argument("--small", action="store_true", help="a quick run whose figures mean nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     return parser.parse_args()

@@ -17,12 +17,14 @@ BENCHMARKS = (
     "frames",
     "memory",
     "windows",
+    "loops",
     "misses",
     "priorities",
     "replay",
     "ranks",
     "ray_service",
     "drop_ins",
+    "rlinf_add_checkpoint",
     "torchrl_storage",
 )
 

@@ -263,7 +263,7 @@ def thread_counts() -> list[int]:
     return sorted({1, torch.get_num_threads()})
 
 
-def within(report: Report, name: str, ours: str, bound: str, target: float) -> None:
+def within(report: Report, name: str, ours: str, bound: str, target: float | None) -> None:
     """How many times the bound ours takes."""
     found = []
     for of in (statistics.median, min):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 import uuid
@@ -21,6 +24,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 
 from tests.support.lock_order import LockOrder, traced_locks
+from trajstore import unclosed
 
 # In CI the same examples every time; elsewhere new ones, so that bugs are found by whoever can mend them.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -50,6 +54,8 @@ def _bounded_memory() -> Iterator[None]:
     yield
     if _resident_bytes() > _held[0] + _MUCH:
         gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # only glibc has it: threads leave free memory behind
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         _held[0] = _resident_bytes()
 
 
@@ -68,6 +74,51 @@ def _empty_memory() -> Iterator[None]:
     for key in [key for key in list(MemoryFileSystem.store) if key not in before]:
         MemoryFileSystem.store.pop(key, None)
     MemoryFileSystem.pseudo_dirs[:] = dirs
+
+
+# A buffer that a test drops stands for one whose process was killed: it is not closed in the background, but
+# released when the test has ended. Tests marked `closes_dropped` see what a program sees.
+_mark_dropped = unclosed.Registration._mark_dropped
+_closes_dropped = [False]
+_dropped: list[unclosed.Registration] = []
+
+
+def _note_dropped(registration: unclosed.Registration) -> None:
+    _mark_dropped(registration) if _closes_dropped[0] else _dropped.append(registration)
+
+
+unclosed.Registration._mark_dropped = _note_dropped  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def _release_dropped(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Free the threads and the memory of what a test dropped."""
+    _closes_dropped[0] = request.node.get_closest_marker("closes_dropped") is not None
+    yield
+    _closes_dropped[0] = False
+    while _dropped:
+        registration = _dropped.pop()
+        registration.end()
+        # In a thread: the storage of a test may never answer.
+        thread = threading.Thread(target=_release, args=(registration,), daemon=True)
+        thread.start()
+        thread.join(10)
+
+
+def _release(registration: unclosed.Registration) -> None:
+    owner: Any = getattr(registration._close, "__self__", None)
+    with contextlib.suppress(Exception):
+        if hasattr(owner, "release"):
+            owner.release()
+        elif getattr(owner, "_table", None) is not None:  # of a TrajStorage
+            owner._table.log._collector._closing.set()
+            owner._table.log._writer.release()
+
+
+def pytest_sessionfinish() -> None:
+    """Leave open what tests left open."""
+    for registration in list(unclosed._registries[-1]._open):
+        registration.end()
 
 
 BACKENDS = ["local", "memory", pytest.param("s3", marks=pytest.mark.s3)]

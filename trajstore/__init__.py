@@ -3,9 +3,16 @@
 `ReplayBuffer` appends, samples and checkpoints experience at a URL. `create` and `open` give a `Store`, whose
 writers append and whose snapshots are read; `Reader` samples batches of `Windows` from it.
 
-The packages, top first, each importing only from those below it: ``cli``; ``compat``, ``datasets``, ``ray`` and
-``testing``; ``replay``; ``distributed``; ``sampling``; ``cache``; ``store``; ``writing``; ``format`` and
-``storage``; ``schema``. docs/architecture.md describes them.
+- The live buffer: `ReplayBuffer`, `Retention`, `SamplesPerInsert`, `redistribute`, `request_checkpoint`.
+- Stores: `create`, `open`, `copy`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`, `Schema`, `Field`, `Checkpoint`.
+- Sampling: `Reader`, `Windows`, `Batch`, `Priorities`, `Linear`, `Hindsight`, `Mixture`, `Ring`, `BatchDataset`,
+  `WindowDataset`.
+- Errors: all are a `TrajstoreError`.
+- `trajstore.compat`: drop-ins for other libraries; `trajstore.datasets`: importers and exporters; `trajstore.ray`:
+  the buffer on many machines; `trajstore.testing`: tools for your tests.
+
+These are the names that change only with a line in CHANGELOG.md. The other packages are described in
+docs/architecture.md.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,6 +29,7 @@ from trajstore.errors import (
     FormatError,
     MissingExtraError,
     NotReadyError,
+    PacingError,
     RankError,
     RankTimeoutError,
     SchemaError,
@@ -31,6 +39,7 @@ from trajstore.errors import (
     StoreExistsError,
     StoreNotFoundError,
     TrajstoreError,
+    UnknownFormatError,
 )
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey, Handle, Handles
@@ -43,13 +52,18 @@ from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import Writer
 
 if TYPE_CHECKING:
+    from trajstore import compat as compat
+    from trajstore import datasets as datasets
+    from trajstore import ray as ray
+    from trajstore import testing as testing
     from trajstore.distributed.partition_report import PartitionReport
     from trajstore.distributed.partitions import Partitions
     from trajstore.distributed.redistribution import redistribute
     from trajstore.replay.buffer import ReplayBuffer
     from trajstore.replay.pacing import SamplesPerInsert
     from trajstore.replay.retention import Retention
-    from trajstore.sampling.batches.outputs import Ring
+    from trajstore.replay.storage_report import StorageReport
+    from trajstore.sampling.batches.outputs import Batch, Ring
     from trajstore.sampling.hindsight import Hindsight
     from trajstore.sampling.mixture import Mixture
     from trajstore.sampling.priorities.priority_options import Linear, Priorities
@@ -61,6 +75,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AmbiguousCheckpointError",
+    "Batch",
     "BatchDataset",
     "Checkpoint",
     "CheckpointNotFoundError",
@@ -80,6 +95,7 @@ __all__ = [
     "MissingExtraError",
     "Mixture",
     "NotReadyError",
+    "PacingError",
     "PartitionReport",
     "Partitions",
     "Priorities",
@@ -96,10 +112,12 @@ __all__ = [
     "SnapshotExpiredError",
     "StepPlacedError",
     "StorageError",
+    "StorageReport",
     "Store",
     "StoreExistsError",
     "StoreNotFoundError",
     "TrajstoreError",
+    "UnknownFormatError",
     "WindowDataset",
     "Windows",
     "Writer",
@@ -112,6 +130,7 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
+    "Batch": "trajstore.sampling.batches.outputs",
     "BatchDataset": "trajstore.sampling.torch_datasets",
     "Hindsight": "trajstore.sampling.hindsight",
     "Linear": "trajstore.sampling.priorities.priority_options",
@@ -124,16 +143,26 @@ _NEED_TORCH = {
     "Retention": "trajstore.replay.retention",
     "Ring": "trajstore.sampling.batches.outputs",
     "SamplesPerInsert": "trajstore.replay.pacing",
+    "StorageReport": "trajstore.replay.storage_report",
     "WindowDataset": "trajstore.sampling.torch_datasets",
     "Windows": "trajstore.sampling.windows",
     "redistribute": "trajstore.distributed.redistribution",
 }
 
 
+_PACKAGES = ("compat", "datasets", "ray", "testing")
+
+
 def __getattr__(name: str) -> Any:
     """Import names that need torch at their first use: programs that only write or inspect need not wait for it."""
-    if name not in _NEED_TORCH:
-        raise AttributeError(f"module 'trajstore' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _PACKAGES:
+        return import_module(f"trajstore.{name}")
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module 'trajstore' has no attribute {name!r}")
     return getattr(import_module(_NEED_TORCH[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted((*__all__, *_PACKAGES, "__doc__", "__version__"))

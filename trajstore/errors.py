@@ -21,6 +21,10 @@ class FormatError(TrajstoreError, ValueError):
     """The objects at the URL are not a store that this version reads: foreign, newer, or hostile metadata."""
 
 
+class UnknownFormatError(FormatError):
+    """A store, or a part of it, has a format that this version does not read. Upgrade trajstore."""
+
+
 class CorruptionError(TrajstoreError, ValueError):
     """A committed object is damaged or missing. Restore it from a copy."""
 
@@ -55,6 +59,10 @@ class StepPlacedError(TrajstoreError, RuntimeError):
 
 class ClosedError(TrajstoreError, RuntimeError):
     """The object is closed, or belongs to another process. Open a new one."""
+
+
+class PacingError(TrajstoreError, RuntimeError):
+    """No other thread can make the calls that this one would wait for. The message says how many are missing."""
 
 
 class StorageError(TrajstoreError, OSError):

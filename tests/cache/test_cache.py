@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +53,36 @@ def all_of(*episodes: int, n: int = 4) -> torch.Tensor:
 
 
 # ---- figures and budgets -------------------------------------------------------------------------------
+
+
+class SlowlyCounted:
+    """Counters whose value is read long before it is written back."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> int:
+        found = self.__dict__["counts"].get(name, 0)
+        time.sleep(0.002)
+        return int(found)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "counts":
+            super().__setattr__(name, value)
+        else:
+            self.counts[name] = value
+
+
+def test_no_count_is_lost_when_several_threads_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, _ = open_store([4] * 40)
+    found = []
+    for n_threads in (1, 4):
+        monkeypatch.setattr("trajstore.cache.chunk_fetcher._N_CPUS", n_threads)
+        reader, counted = Reader(store), SlowlyCounted()
+        reader.assembler.cache._loader._fetcher._stats = counted  # type: ignore[assignment]
+        reader.at(all_of(*range(40)), Windows())
+        found.append(counted.counts["bytes_read"])
+    assert found[0] == found[1]
 
 
 def test_the_figures_say_what_was_done() -> None:
@@ -589,6 +620,7 @@ def test_the_index_takes_few_bytes_an_episode() -> None:
 
 def test_compiled_loops_are_compiled_once() -> None:
     from trajstore.sampling.compiled import batch_loops as kernels
+    from trajstore.sampling.compiled import program_loops
 
     store, writer = open_store([6] * 30)
     reader = Reader(store, cache_bytes=900)
@@ -611,5 +643,6 @@ def test_compiled_loops_are_compiled_once() -> None:
             write(more, [3] * 4)
         write(writer, [2], first=100)
         reader.refresh()
-    for name in ("draw", "window_steps", "rows", "distinct_pages", "copy_columns"):
+    for name in ("draw", "distinct_pages", "copy_columns"):
         assert len(getattr(kernels, name).signatures) == 1, name
+    assert len(program_loops.run.signatures) == 1

@@ -24,6 +24,7 @@ from trajstore import Field, Schema
 from trajstore.cli import app as cli
 from trajstore.cli.info import print_info
 from trajstore.cli.parameters import parse_storage_options
+from trajstore.schema import nest
 from trajstore.storage import LocalStorage
 from trajstore.store.checkpoints import Checkpoint, new_checkpoint_id, save
 
@@ -300,7 +301,7 @@ def test_problems_are_listed_and_end_with_1(root: Path) -> None:
 
 def test_a_store_too_damaged_to_be_opened_is_verified(root: Path) -> None:
     next(root.glob("streams/rank0-*/zarr.json")).write_text("{}")
-    assert run("info", root).exit_code == 2
+    assert run("info", root).exit_code == 1
     result = run("verify", root)
     assert result.exit_code == 1
     assert "commit record" in result.stdout
@@ -311,6 +312,45 @@ def test_verify_at_a_checkpoint_looks_at_what_it_holds(root: Path) -> None:
     assert run("verify", root, "--at", "half").exit_code == 0
     damage(root)
     assert run("verify", root, "--at", "half").exit_code == 1
+
+
+DAMAGES = {
+    "a record": lambda root: next(root.glob("streams/rank0-*/zarr.json")).write_text("{}"),
+    "half a record": lambda root: (p := next(root.glob("streams/rank0-*/zarr.json"))).write_bytes(
+        p.read_bytes()[:900]
+    ),
+    "a flipped bit": lambda root: (p := next(root.glob("streams/rank0-*/zarr.json"))).write_text(
+        p.read_text().replace('"rows":52', '"rows":51')
+    ),
+    "the schema": lambda root: (root / "schema" / "zarr.json").write_text("[]"),
+    "a span table": lambda root: next(root.glob("streams/rank0-*/spans/ints/c.0.0")).write_bytes(b"x"),
+    "a lost span table": lambda root: next(root.glob("streams/rank0-*/spans/floats/c.0.0")).unlink(),
+}
+
+
+@pytest.mark.parametrize("command", ["info", "sample", "verify"])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_store_ends_every_command_with_1(root: Path, command: str, kind: str) -> None:
+    DAMAGES[kind](root)
+    more = ("--window", 8) if command == "sample" else ()
+    result = run(command, root, *more)
+    assert result.exit_code == 1, result.stderr
+    assert command == "verify" or result.stderr.count("\n") == 1
+
+
+def test_a_damaged_checkpoint_ends_info_with_1(root: Path) -> None:
+    next(root.glob("checkpoints/half-*/zarr.json")).write_text("{}")
+    for arguments in (("info", root), ("checkpoints", root), ("sample", root, "--at", "half", "--window", 8)):
+        assert run(*arguments).exit_code == 1
+
+
+@pytest.mark.parametrize("command", ["info", "sample"])
+def test_a_newer_format_and_a_foreign_directory_end_with_2(root: Path, command: str) -> None:
+    record = next(root.glob("streams/rank0-*/zarr.json"))
+    record.write_text(record.read_text().replace('"format":1', '"format":2'))
+    assert run(command, root).exit_code == 2
+    (root / "zarr.json").write_text("{}")
+    assert run(command, root).exit_code == 2
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------
@@ -327,22 +367,24 @@ def test_checkpoints_are_listed(template: Path, url: str) -> None:
 
 # ---- errors, credentials, colours ----------------------------------------------------------------------
 
+OF_STORES = sorted(cli.COMMANDS.keys() - {"warm-up"})
 
-@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+
+@pytest.mark.parametrize("command", OF_STORES)
 def test_no_store_is_said_in_one_line(command: str, tmp_path: Path) -> None:
     result = run(command, tmp_path / "nothing")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"trajstore: {tmp_path / 'nothing'}: there is no store here\n"
 
 
-@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("command", OF_STORES)
 def test_a_store_in_memory_is_refused(command: str) -> None:
     result = run(command, "memory://x")
     assert result.exit_code == 2
     assert "stores end with their process" in result.stderr
 
 
-@pytest.mark.parametrize("command", sorted(cli.COMMANDS))
+@pytest.mark.parametrize("command", OF_STORES)
 @pytest.mark.parametrize(
     "pairs",
     [
@@ -443,7 +485,7 @@ def test_there_are_no_colours_where_there_is_no_terminal(command: tuple[Any, ...
     assert "\x1b" not in result.output
 
 
-@pytest.mark.parametrize("command", [*sorted(cli.COMMANDS), "rlinf import", "rlinf export", "rlinf sample"])
+@pytest.mark.parametrize("command", [*OF_STORES, "rlinf import", "rlinf export", "rlinf sample"])
 def test_every_command_and_option_has_help(command: str) -> None:
     result = run(*command.split(), "--help")
     assert result.exit_code == 0
@@ -474,7 +516,7 @@ def test_the_entry_point_runs_a_command(template: Path) -> None:
 def test_without_typer_the_entry_point_names_the_extra() -> None:
     result = run_process(f"import sys; sys.modules['typer'] = None; {entry_point()}", "info", "x")
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "trajstore: the command line needs typer: pip install 'trajstore[cli]'\n"
+    assert result.stderr == "trajstore: the command line needs typer: pip install typer\n"
 
 
 def test_the_version_is_shown() -> None:
@@ -504,3 +546,14 @@ def test_every_command_and_option_of_the_document_exists() -> None:
         known = run(name, "--help").output
         for option in re.findall(r"--[a-z-]+", rest):
             assert re.search(rf"{option}\b", known), f"trajstore {name} has no {option}"
+
+
+def test_info_counts_an_added_field_only_where_it_is_stored(root: Path) -> None:
+    added = {**nest(SCHEMA.fields), "speed": Field("float64", fill=0, chunk_rows=8)}
+    schema = Schema(added, episode=SCHEMA.episode, reward=SCHEMA.reward)
+    with trajstore.create(root, schema, exist_ok=True).writer() as writer:
+        writer.append_episode({**episode(5), "speed": np.ones(5)}, terminated=True)
+    speed = run_json("info", "--sizes", root)["schema"]["fields"][-1]
+    assert (speed["field"], speed["chunk_rows"]) == ("speed", [8])
+    n_rows = trajstore.open(root).streams[-1].rows
+    assert speed["decoded_bytes"] == 8 * n_rows

@@ -965,7 +965,33 @@ def test_without_gymnasium_the_error_names_the_extra() -> None:
         "import sys; sys.modules['gymnasium'] = None\n"
         "import trajstore\n"
         "try:\n    import trajstore.compat.gymnasium\n"
-        'except trajstore.MissingExtraError as error:\n    assert "trajstore[gymnasium]" in str(error)\n'
+        "except trajstore.MissingExtraError as error:\n    assert \"pip install 'gymnasium>=1.1'\" in str(error)\n"
         "else:\n    raise SystemExit('imported')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_recorder_may_record_episodes_that_continue_where_the_last_one_ended() -> None:
+    """The recorder knows which steps are resets, so equal observations around an end are no evidence of any."""
+
+    class Continuing(gymnasium.Env[Any, Any]):
+        observation_space = gymnasium.spaces.Box(0, 1e9, (1,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+        t = 0
+
+        def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+            return np.full(1, self.t, np.float32), {}
+
+        def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            self.t += 1
+            return np.full(1, self.t, np.float32), 0.0, False, self.t % 3 == 0, {}
+
+    envs = gymnasium.vector.SyncVectorEnv([Continuing] * 2)
+    store = trajstore.create("memory://continuing-recorder")
+    with store.writer() as writer:
+        recorder = VectorRecorder(envs, writer)
+        recorder.reset()
+        for _ in range(40):
+            recorder.step(np.zeros(2, np.int64))
+        recorder.close()
+    assert store.refresh().episodes["length"].tolist() == [3] * 20

@@ -46,6 +46,7 @@ from trajstore.compat.rlinf import (
     get_model_weights_id,
     replay_buffer_collate_fn,
 )
+from trajstore.compat.rlinf.checkpoint_layouts import Layout
 from trajstore.compat.rlinf.trajectory import FLAGS
 from trajstore.schema import flatten
 from trajstore.store.verify import verify
@@ -144,10 +145,7 @@ def test_the_tutorial_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.Monk
         world_size=4,
     )
     assert buffer.trajectory_ids == [0, 1, 2]
-    assert sorted(path.name for path in (root / "ckpt").iterdir())[:2] == [
-        "metadata.json",
-        f"trajectory_0_{NO_VERSIONS}.pt",
-    ]
+    assert [path.name for path in (root / "ckpt").iterdir()] == ["trajstore_checkpoint.json"]
     buffer.clear_cache()
     buffer.clear()
     assert len(buffer) == 0
@@ -426,18 +424,17 @@ def test_the_same_seed_gives_the_same_batches_and_none_gives_others() -> None:
     assert not torch.equal(draws(None), draws(None))
 
 
-@pytest.mark.parametrize("how", ["pt", "zarr"])
-def test_a_checkpoint_goes_on_with_the_next_batch(tmp_path: Path, how: str) -> None:
-    first = TrajectoryReplayBuffer(7, trajectory_format=how)
+@pytest.mark.parametrize("layout", ["copy", "rlinf"])
+def test_a_checkpoint_goes_on_with_the_next_batch(tmp_path: Path, layout: Layout) -> None:
+    first = TrajectoryReplayBuffer(7, checkpoint_layout=layout)
     first.add_trajectories([trajectory(n) for n in range(3)])
     seen = first.sample(50)["rewards"]
     first.save_checkpoint(tmp_path / "ckpt")
     second = TrajectoryReplayBuffer(7)
     second.load_checkpoint(tmp_path / "ckpt")
     found = second.sample(50)["rewards"]
-    if how == "pt":
-        assert torch.equal(found, first.sample(50)["rewards"])
-        assert not torch.equal(found, seen), "the draws were repeated"
+    assert torch.equal(found, first.sample(50)["rewards"])
+    assert not torch.equal(found, seen), "the draws were repeated"
     first.close()
     second.close()
 
@@ -585,7 +582,7 @@ def test_a_checkpoint_holds_all_that_is_held_whether_sampled_or_not(
     given = {n: trajectory(n, epochs=2, n_steps=6, breaks=(2,)) for n in range(5)}
     buffer = TrajectoryReplayBuffer(sample_window_size=5, **(saved if is_saved else {}))
     buffer.add_trajectories(list(given.values()))
-    buffer.save_checkpoint(tmp_path / "ckpt")
+    buffer.save_checkpoint(tmp_path / "ckpt", layout="rlinf")
     buffer.close()
     found = Directory(tmp_path / "ckpt")
     assert [entry.id for entry in found.entries] == [0, 1, 2, 3, 4]
@@ -602,7 +599,7 @@ def test_a_checkpoint_holds_all_that_is_held_whether_sampled_or_not(
 
 
 def test_files_are_as_rlinf_reads_them(tmp_path: Path) -> None:
-    buffer = TrajectoryReplayBuffer(seed=99)
+    buffer = TrajectoryReplayBuffer(seed=99, checkpoint_layout="rlinf")
     one = trajectory(0, n_steps=8, versions=torch.full((8, 2, 1), 3.0))
     buffer.add_trajectories([one])
     buffer.save_checkpoint(tmp_path)
@@ -624,7 +621,7 @@ def test_files_are_as_rlinf_reads_them(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_saved_again_writes_only_what_is_new(tmp_path: Path) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=4)
+    buffer = TrajectoryReplayBuffer(sample_window_size=4, checkpoint_layout="rlinf")
     buffer.add_trajectories([trajectory(n) for n in range(4)])
     buffer.save_checkpoint(tmp_path)
     before = {path.name: path.stat().st_ino for path in tmp_path.glob("*.pt")}
@@ -721,14 +718,26 @@ def without(one: Trajectory, name: str) -> Trajectory:
 
 
 BAD: list[tuple[Any, str]] = [
-    (lambda: trajectory(versions=torch.zeros(6, 2, 1)), "1 does not match earlier ones: versions: absent here"),
+    (
+        lambda: trajectory(versions=torch.zeros(6, 2, 1)),
+        "1 does not match earlier ones: versions: absent in earlier ones",
+    ),
     (
         lambda: trajectory(curr_obs={1: torch.zeros(6, 2, 1), "1": torch.zeros(6, 2, 1)}),
         "names that differ as text",
     ),
-    (lambda: without(trajectory(), "rewards"), "1 does not match earlier ones: rewards: float32 .* here, absent"),
-    (lambda: trajectory(rewards=torch.zeros(6, 2, 1).double()), "rewards: float32 .1,. here, float64 .1,. there"),
-    (lambda: trajectory(actions=torch.zeros(6, 2, 5)), "actions: float32 .4,. here, float32 .5,. there"),
+    (
+        lambda: without(trajectory(), "rewards"),
+        "1 does not match earlier ones: rewards: float32 .* in earlier ones, absent",
+    ),
+    (
+        lambda: trajectory(rewards=torch.zeros(6, 2, 1).double()),
+        "rewards: float32 .1,. in earlier ones, float64 .1,. in this one",
+    ),
+    (
+        lambda: trajectory(actions=torch.zeros(6, 2, 5)),
+        "actions: float32 .4,. in earlier ones, float32 .5,. in this one",
+    ),
     (
         lambda: trajectory(dones=torch.zeros(10, 2, 1) > 0),
         "1, dones: expected 6 rows or one extra row for each of several equal epochs",
@@ -769,7 +778,13 @@ def test_a_trajectory_that_does_not_fit_is_refused_with_all_that_came_with_it(ba
     [
         ({"auto_save": True}, "auto_save_path: expected a directory or a URL"),
         ({"trajectory_format": "pkl"}, "trajectory_format: a pickle can run any code"),
-        ({"trajectory_format": "h5"}, "trajectory_format: expected 'pt' or 'zarr', got 'h5'"),
+        ({"trajectory_format": "h5"}, "trajectory_format: expected 'pt', got 'h5'"),
+        (
+            {"trajectory_format": "zarr"},
+            "trajectory_format: expected 'pt', got 'zarr'; use checkpoint_layout='copy'",
+        ),
+        ({"checkpoint_layout": "pt"}, "layout: expected one of reference, copy, rlinf, got 'pt'"),
+        ({"checkpoint_layout": "reference"}, "layout: 'reference' needs a store that outlives the process"),
         ({"sample_window_size": -1}, "sample_window_size: expected 0 or a positive integer, got -1"),
         ({"sample_window_size": 2.5}, "sample_window_size: expected 0 or a positive integer, got 2.5"),
     ],
@@ -818,7 +833,7 @@ def test_an_empty_buffer_says_so() -> None:
 def test_a_place_of_other_things_is_not_written_to(tmp_path: Path) -> None:
     source = TrajectoryReplayBuffer()
     source.add_trajectories([trajectory()])
-    source.save_checkpoint(tmp_path / "theirs")
+    source.save_checkpoint(tmp_path / "theirs", layout="rlinf")
     with pytest.raises(DataError, match="holds RLinf's own files; load them with load_checkpoint"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "theirs")
     with trajstore.create(tmp_path / "other").writer() as writer:
@@ -885,7 +900,7 @@ def test_what_rlinf_itself_saved_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(batch["prev_values"], name / 2)
     assert torch.equal(batch["versions"], name // 10_000)
     assert torch.equal(batch["dones"], name % 10_000 // 100 == 2 + name // 10_000)
-    buffer.save_checkpoint(tmp_path / "again")
+    buffer.save_checkpoint(tmp_path / "again", layout="rlinf")
     assert [entry.id for entry in Directory(tmp_path / "again").entries] == [0, 1, 2]
     buffer.close()
 
@@ -1122,14 +1137,14 @@ def test_the_priority_store_keeps_the_newest_versions() -> None:
 
 
 def saved_at(path: Path, first: int, n: int = 3) -> None:
-    buffer = TrajectoryReplayBuffer()
+    buffer = TrajectoryReplayBuffer(checkpoint_layout="rlinf")
     buffer.add_trajectories([trajectory(first + i) for i in range(n)])
     buffer.save_checkpoint(path)
     buffer.close()
 
 
 def held_at(path: Path) -> list[int]:
-    buffer = TrajectoryReplayBuffer()
+    buffer = TrajectoryReplayBuffer(checkpoint_layout="rlinf")
     buffer.load_checkpoint(path)
     found = [buffer.get_trajectory(number) for number in buffer.trajectory_ids]
     buffer.close()
@@ -1141,7 +1156,7 @@ def test_a_checkpoint_saved_over_another_has_its_own_files(tmp_path: Path) -> No
         saved_at(tmp_path, first)
         assert held_at(tmp_path) == [first, first + 1, first + 2]
         assert len(list(tmp_path.glob("*.pt"))) == 3
-    buffer = TrajectoryReplayBuffer()
+    buffer = TrajectoryReplayBuffer(checkpoint_layout="rlinf")
     for _ in range(2):
         buffer.load_checkpoint(tmp_path)
         buffer.save_checkpoint(tmp_path)
@@ -1162,7 +1177,7 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(
         calls.append(new)
         put(old, new)
 
-    buffer = TrajectoryReplayBuffer()
+    buffer = TrajectoryReplayBuffer(checkpoint_layout="rlinf")
     buffer.add_trajectories([trajectory(10 + i) for i in range(3)])
     buffer.flush()
     monkeypatch.setattr("trajstore.storage.atomic_files.os.replace", failing)
@@ -1204,9 +1219,9 @@ def test_a_buffer_that_loads_its_own_store_holds_what_it_held(saved: dict[str, A
     with pytest.raises(DataError, match="is this buffer's own store"):
         buffer.load_checkpoint(saved["auto_save_path"] + "/", True, 0, 2)
     with pytest.raises(DataError, match="is a store; write RLinf's files to another directory"):
-        buffer.save_checkpoint(saved["auto_save_path"])
+        buffer.save_checkpoint(saved["auto_save_path"], layout="rlinf")
     with pytest.raises(ValueError, match="expected a local directory for RLinf's files; only stores"):
-        buffer.save_checkpoint("s3://bucket/checkpoint")
+        buffer.save_checkpoint("s3://bucket/checkpoint", layout="rlinf")
     buffer.close()
     again = TrajectoryReplayBuffer(**saved)
     assert again.trajectory_ids == [0, 1, 2]
@@ -1228,7 +1243,7 @@ def test_what_was_cleared_does_not_come_back_after_a_crash(saved: dict[str, Any]
 
 
 def test_a_store_as_a_checkpoint_holds_only_the_window(tmp_path: Path) -> None:
-    buffer = TrajectoryReplayBuffer(sample_window_size=2, trajectory_format="zarr")
+    buffer = TrajectoryReplayBuffer(sample_window_size=2, checkpoint_layout="copy")
     buffer.add_trajectories([trajectory(n) for n in range(5)])
     buffer.save_checkpoint(tmp_path / "ckpt")
     buffer.close()

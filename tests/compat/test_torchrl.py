@@ -707,7 +707,7 @@ def test_bad_rows_are_refused_by_name_and_change_nothing(make: Make) -> None:
         storage.set(range(3), transitions(2))
     with pytest.raises(DataError, match="index: expected one, as only whole rows are written"):
         storage.set((0, 1), transitions(2))
-    with pytest.raises(DataError, match="expected a tensor, got NonTensorData"):
+    with pytest.raises(DataError, match="'text' is new"):
         storage.set(range(2), transitions(2).set("text", NonTensorData("x", batch_size=[2])))
     with pytest.raises(DataError, match="expected a tensor, got str"):
         storage.set(0, {"a": "text"})
@@ -758,9 +758,9 @@ def test_rows_with_new_keys_are_refused_where_they_are_added(make: Make) -> None
     assert rb[:]["more"].tolist() == [1, 1, 1]
 
 
-def test_a_storage_belongs_to_its_process_and_is_used_until_it_is_closed() -> None:
+def test_a_storage_is_used_until_it_is_closed_and_cannot_be_copied() -> None:
     storage = TrajStorage(max_size=10)
-    with pytest.raises(TypeError, match="cannot be pickled"):
+    with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(storage)
     storage.set(range(2), transitions(2))
     storage.close()
@@ -821,3 +821,10 @@ def test_pages_are_read_for_whatever_is_done_with_them_and_never_changed() -> No
         paged[torch.tensor([20])]
     with pytest.raises(DataError, match="cannot be changed in place"):
         paged.zero_()
+
+
+def test_options_of_the_writer_are_checked_before_the_first_rows(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"unknown options: 'size' \(did you mean 'max_size'\?\)"):
+        TrajStorage(tmp_path / "storage", size=100)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="commit_steps: expected an integer"):
+        TrajStorage(tmp_path / "storage", commit_steps=0)

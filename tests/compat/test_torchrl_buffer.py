@@ -505,3 +505,10 @@ def test_what_collectors_give_goes_into_the_buffer(url: str) -> None:
         assert torch.equal(rows["next", "observation"][where], batch["next", "observation"])
         assert torch.equal(rows["next", "terminated"][where], batch["next", "terminated"])
         assert torch.equal(rows["action"][where], batch["action"])
+
+
+def test_rows_of_an_earlier_run_may_be_refused(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "run", exist="fail") as buffer:
+        buffer.extend(ted(["terminated"]))
+    with pytest.raises(trajstore.StoreExistsError, match="rows of earlier sessions"):
+        ReplayBuffer(tmp_path / "run", exist="fail")

@@ -281,9 +281,9 @@ def abandon(storage: TrajStorage) -> None:
     assert storage.table is not None
     storage.table.log._collector._closing.set()
     storage.table.log._writer.release()
-    storage._is_closed = True
-    assert storage._finalizer is not None
-    storage._finalizer.detach()
+    storage._open.is_closed = True
+    assert storage._open._registration is not None
+    storage._open._registration.end()
 
 
 def test_many_sessions_leave_no_more_than_one(small_sets: None, tmp_path: Path) -> None:
@@ -315,11 +315,17 @@ def test_a_process_that_ends_without_closing_leaves_everything(tmp_path: Path) -
         assert torch.equal(storage[:]["number"], torch.arange(100))
 
 
+@pytest.mark.closes_dropped
 def test_a_storage_without_references_is_closed(tmp_path: Path) -> None:
-    storage = TrajStorage(tmp_path / "run", N_SLOTS, **OPTIONS)
-    storage.set(range(10), rows(np.arange(10)))
-    del storage
+    held = [TrajStorage(tmp_path / "run", N_SLOTS, **OPTIONS)]
+    held[0].set(range(10), rows(np.arange(10)))
+    table = held[0]._open
     gc.collect()
+    with pytest.warns(ResourceWarning, match=r"TrajStorage at .* was dropped unclosed"):
+        held.clear()
+    until = time.monotonic() + 300
+    while not table.is_closed and time.monotonic() < until:  # by a thread
+        time.sleep(0.01)
     with TrajStorage(tmp_path / "run", N_SLOTS, **OPTIONS) as again:
         assert len(found_in(again)) == 10
 

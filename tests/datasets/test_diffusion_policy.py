@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -20,6 +21,7 @@ import pytest
 import zarr
 
 import trajstore
+from trajstore import Field, Schema
 from trajstore.datasets.conversion import export_episodes, import_episodes
 from trajstore.datasets.decompression_limit import exceeds_decoded_size
 from trajstore.datasets.diffusion_policy import open_in_place, open_reader, open_writer
@@ -563,3 +565,13 @@ def test_an_entry_of_a_zip_file_that_would_become_too_large_is_refused(buffer: P
             file.writestr(str(path.relative_to(buffer)), bytes(8 << 20) if is_chunk else path.read_bytes())
     with pytest.raises(FormatError, match="data/state has a file of 8388608 bytes, more than a chunk can take"):
         open_in_place(target)
+
+
+def test_episodes_without_an_added_field_are_exported_with_its_fill(url: str, tmp_path: Path) -> None:
+    stored = store_with_finals(url).schema
+    assert stored is not None
+    added = stored.merged(Schema({"force": Field("float32", (2,), fill=-3)}))
+    store, target = trajstore.create(url, added, exist_ok=True), tmp_path / "out.zarr"
+    export_episodes(store, open_writer(target), reread=lambda: open_reader(target))
+    with contextlib.closing(open_reader(target)) as reader:
+        assert (reader.read(reader.keys()[0]).steps["force"] == -3).all()

@@ -118,20 +118,20 @@ def test_a_name_to_skip_that_is_not_there_is_refused():
 
 def test_videos_without_a_decoder_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(MissingExtraError, match=r"trajstore\[video\].*videos=False"):
+    with pytest.raises(MissingExtraError, match=r"pip install av.*videos=False"):
         open_reader(MADE)
     open_reader(MADE, videos=False)
 
 
 def test_images_without_a_decoder_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(MissingExtraError, match=r"Pillow: pip install .trajstore\[lerobot\]"):
+    with pytest.raises(MissingExtraError, match="Pillow: pip install pillow"):
         open_reader(MADE, videos=False).read("0")
 
 
 def test_tables_without_pyarrow_say_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r"pyarrow: pip install .trajstore\[lerobot\]"):
+    with pytest.raises(MissingExtraError, match="pyarrow: pip install pyarrow"):
         open_reader(MADE)
 
 

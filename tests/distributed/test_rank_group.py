@@ -65,7 +65,7 @@ from trajstore.distributed.world_records import (
 )
 from trajstore.format.zarr_json import FORMAT, GROUP, to_json_bytes
 
-SHORT_S = 0.3  # of waits for ranks that do not come
+SHORT_S = 2.0  # of waits for ranks that do not come
 
 
 @pytest.fixture

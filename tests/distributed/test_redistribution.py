@@ -1012,7 +1012,7 @@ def test_a_store_is_as_large_as_what_was_appended_whatever_the_capacity(tmp_path
     (small, small_state), (same, same_state), (large, large_state) = sizes.values()
     assert abs(same - small) < 0.01 * small + 200
     assert same_state < 1.5 * small_state, "a capacity a thousand times as large"
-    assert 3.3 < large / small < 4.2
+    assert 3.0 < large / small < 4.2  # metadata take the same room in both
     assert large_state < 4.2 * small_state
     assert large < 8000 * 17 * 4 * 1.25
 

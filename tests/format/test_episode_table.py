@@ -6,6 +6,7 @@ import math
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -203,8 +204,8 @@ def test_to_pandas_has_nullable_columns_and_categories(new_store: NewStore) -> N
     dtypes = {name: str(dtype).replace("str", "object") for name, dtype in frame.dtypes.items()}  # pandas 3: str
     assert dtypes == {
         "stream": "category", "episode": "int64", "env": "int64", "length": "int64", "end": "category",
-        "return": "float64", "has_final": "bool", "is_headless": "bool", "time": "float64",
-        "success": "boolean", "seed": "Int64", "level": "Float64", "task": "object", "metadata": "object",
+        "return": "float64", "has_final": "bool", "is_headless": "bool", "time": "datetime64[ns, UTC]",
+        "success": "boolean", "seed": "Int64", "level": "Float64", "task": "object",
     }  # fmt: skip
     assert frame.loc[1, ["success", "seed", "level"]].isna().all()
     assert frame["seed"][1] is pd.NA
@@ -214,7 +215,45 @@ def test_to_pandas_has_nullable_columns_and_categories(new_store: NewStore) -> N
 def test_to_pandas_of_an_empty_store_has_all_columns(new_store: NewStore) -> None:
     frame = new_store(COLUMNS).episodes.to_pandas()
     assert len(frame) == 0
-    assert list(frame) == list(new_store(COLUMNS).episodes.columns)
+    assert [*frame, "metadata"] == list(new_store(COLUMNS).episodes.columns)
+
+
+def test_the_times_of_a_frame_are_datetimes(new_store: NewStore) -> None:
+    table = table_of(new_store(COLUMNS), VALUES)
+    (time,) = table.to_pandas()["time"]
+    assert time.tzname() == "UTC"
+    assert time.timestamp() == pytest.approx(table["time"][0], abs=1e-3)
+
+
+def test_undeclared_metadata_become_columns(new_store: NewStore) -> None:
+    free = {"a": 1, "b": 0.5, "c": "x", "d": True, "mixed": 1, "list": [1, 2], "length": 7, "big": 1 << 70}
+    frame = table_of(new_store(COLUMNS), free, {"a": 2, "b": 1, "mixed": "text", "nested": {}}, None).to_pandas()
+    assert "metadata" not in frame
+    kinds = {name: str(frame[name].dtype) for name in ("a", "b", "d", "metadata.length")}
+    assert kinds == {"a": "Int64", "b": "Float64", "d": "boolean", "metadata.length": "Int64"}
+    assert frame["a"].tolist() == [1, 2, pd.NA]
+    assert frame["b"].tolist()[:2] == [0.5, 1.0]
+    assert frame["c"][0] == "x"
+    assert frame["metadata.length"][0] == 7
+    assert frame["length"].tolist() == [2, 2, 2]
+    assert [frame["mixed"][0], frame["mixed"][1]] == ["1", '"text"']
+    assert (frame["list"][0], frame["nested"][1], frame["big"][0]) == ("[1, 2]", "{}", str(1 << 70))
+    assert frame["list"].isna().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "metadata", [[], [None], [{}, None], [{"a": {}}, {"a": [], "b": {"c": {}}}], [{"a": 1}, {"a": "x"}]]
+)
+def test_a_frame_can_be_written_to_parquet(
+    new_store: NewStore, metadata: list[dict[str, Any] | None], tmp_path: Path
+) -> None:
+    frame = table_of(new_store(COLUMNS), *metadata).to_pandas()
+    frame.to_parquet(tmp_path / "episodes.parquet")
+    found = pd.read_parquet(tmp_path / "episodes.parquet")
+    assert list(found) == list(frame)
+    assert found["time"].tolist() == frame["time"].tolist()
+    for name in found:
+        assert found[name].dropna().astype(str).tolist() == frame[name].dropna().astype(str).tolist()
 
 
 # ---- finding episodes ----------------------------------------------------------------------------------

@@ -59,7 +59,27 @@ EXPECTED["drop_ins"] = [
     "RLinf, stored, cache of a tenth, 1 thread",
     "ObjectRL, add, 1 thread",
 ]
+EXPECTED["rlinf_add_checkpoint"] = [
+    "stored, add, ours",
+    "stored, save_checkpoint, RLinf's path",
+    "in RAM, load_checkpoint, ours",
+    "in RAM, load_checkpoint of RLinf's files, ours",
+]
 EXPECTED["torchrl_storage"] = ["sample 256, state, TrajStorage, 1 thread", "sample 256, pixels by pages, 1 thread"]
+EXPECTED["loops"] = [
+    "4,096 transitions, ours, 2 threads",
+    "256 transitions, bare, 1 thread",
+    "256 transitions, 40 fields, ours, 1 thread",
+    "256 transitions, cache of a quarter, ours, 1 thread",
+    "256 prioritised, update, ours, 2 threads",
+    "append 1, draw 32, n-step 3, ours, 1 thread",
+    "append 64, draw 512, ours, 1 thread",
+    "append 4, draw 16 x 64 frames, ours, 1 thread",
+    "windows 64 x 200, ours, 2 threads",
+    "append 1, windows 256 x 32, ours, 1 thread",
+    "one prioritised transition, ours, 1 thread",
+    "windows 256 x 32, ours, beside appends, 1 thread",
+]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 
 pytestmark = [
@@ -100,6 +120,31 @@ def test_without_torchrl_its_cases_are_skipped_with_a_note(tmp_path: Path) -> No
     assert not set(PEER) & set(report["cases"])
     assert set(EXPECTED["append"]) <= set(report["cases"])
     assert "torchrl is not installed: its cases are skipped" in report["notes"]
+
+
+def test_one_loop_runs_alone_with_the_given_steps_rounds_and_threads(tmp_path: Path) -> None:
+    options = ["--only", "dqn", "--steps", "2000", "--rounds", "2", "--threads", "1"]
+    report = run("loops", tmp_path / "report.json", str(BENCHMARKS / "loops.py"), *options)
+    loop = "append 1, draw 32, n-step 3"
+    assert set(report["cases"]) >= {f"{loop}, {who}, 1 thread" for who in ("ours", "bare")}
+    assert all(name.startswith(loop) and name.endswith("1 thread") for name in report["cases"])
+    assert {case["rounds"] for case in report["cases"].values()} == {2}
+    targets = {"TorchRL": ("torchrl", 2), "cpprb": ("cpprb", 1.3), "SB3": ("stable_baselines3", None)}
+    for who, (package, target) in targets.items():
+        if find_spec(package):
+            ratio = report["ratios"][f"{loop}, against {who}, 1 thread"]
+            assert ratio["target"] == target
+            assert (ratio["met"] is None) is (target is None)
+
+
+def test_loops_without_peers_skip_their_cases_with_a_note(tmp_path: Path) -> None:
+    script = str(BENCHMARKS / "loops.py")
+    hide = "import runpy, sys; sys.modules |= dict.fromkeys(['torchrl', 'cpprb', 'stable_baselines3']);"
+    code = f"{hide} sys.path.insert(0, {str(BENCHMARKS)!r}); runpy.run_path({script!r}, run_name='__main__')"
+    report = run("loops", tmp_path / "report.json", "-c", code, "--only", "dqn", "--threads", "1")
+    assert {name.split(", ")[-2] for name in report["cases"]} == {"ours", "bare"}
+    for peer in ("TorchRL", "cpprb", "SB3"):
+        assert f"{peer} is not installed: its cases are skipped" in report["notes"]
 
 
 def test_run_runs_every_benchmark_there_is() -> None:

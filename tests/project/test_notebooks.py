@@ -43,9 +43,9 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def executed(path: Path) -> Any:
+def executed(path: Path, directory: Path | None = None) -> Any:
     notebook = nbformat.read(path, as_version=4)
-    where = {"metadata": {"path": str(path.parent)}}
+    where = {"metadata": {"path": str(directory or path.parent)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
     return notebook
 
@@ -105,6 +105,24 @@ def test_where_there_is_no_store_one_is_recorded_and_nothing_left(copy: Path) ->
     assert "recorded a small one" in shown
     assert "same bytes: True" in shown
     assert list((copy / "TMPDIR").glob("*/small")) == []  # torch leaves an empty directory of its own
+
+
+@lenient
+@pytest.mark.parametrize("place", ["", "scripts", "TMPDIR/elsewhere"])
+def test_a_notebook_runs_from_any_directory(recorded: Path, copy: Path, place: str) -> None:
+    (copy / place).mkdir(exist_ok=True)
+    shutil.copytree(recorded, copy / "runs" / "demo")
+    notebook = executed(copy / "notebooks" / EXPLORE, copy / place)
+    assert f"<Store {copy / 'runs' / 'demo' / 'store'}" in "".join(outputs(notebook, "text/plain"))
+
+
+@lenient
+def test_a_notebook_runs_outside_the_project(
+    copy: Path, tmp_path_factory: pytest.TempPathFactory, recorded: Path
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    shutil.copy(copy / "notebooks" / EXPLORE, elsewhere)
+    assert "same bytes: True" in printed(executed(elsewhere / EXPLORE))
 
 
 @lenient

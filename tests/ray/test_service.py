@@ -49,7 +49,7 @@ def feed(writer: Any, start: int, stop: int, *, length: int = 10, who: int = 0) 
     """Episodes of ``length`` steps, with a final observation."""
     for i in range(start, stop):
         is_last = np.full(N_ENVS, i % length == length - 1)
-        final = {"obs": step(i + 1, who=who)["obs"]} if is_last.any() else None
+        final = {"obs": step(i + 1, who=who)["obs"] + 0.25} if is_last.any() else None  # no later step has it
         writer.append(step(i, who=who), envs=range(N_ENVS), truncated=is_last, final=final)
 
 
@@ -414,7 +414,7 @@ def test_without_ray_the_error_names_the_extra() -> None:
         code = f"import sys; sys.modules['ray'] = None; import trajstore.{module}"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         assert "MissingExtraError" in done.stderr
-        assert "pip install 'trajstore[ray]'" in done.stderr
+        assert "pip install 'ray[data]>=2.40'" in done.stderr
 
 
 # ---- actors that die
@@ -471,6 +471,7 @@ def test_collectors_that_never_stop_lose_nothing_committed_and_nothing_is_torn(u
         # On a busy machine the collectors may be done before: then there is nothing more to wait for.
         while buffer.n_steps < target and ray.wait(refs, num_returns=len(refs), timeout=0.02)[1]:
             assert time.monotonic() < until
+        any_done = bool(ray.wait(refs, num_returns=len(refs), timeout=0)[0])
         kill(buffer)
     n_lost = sum(ray.get(refs))
     found = episodes_of(url)
@@ -482,7 +483,8 @@ def test_collectors_that_never_stop_lose_nothing_committed_and_nothing_is_torn(u
         assert steps == [(who, env, first + i) for i in range(len(steps))]
         assert first // 10 == steps[-1][2] // 10  # nothing is joined across an end
     last = {(who, env): max(i for w, e, i in seen if (w, e) == (who, env)) for who in range(2) for env in range(3)}
-    assert set(last.values()) == {399}
+    # A collector that was done before the kill can't send its last steps again: they are lost, and counted.
+    assert any_done or set(last.values()) == {399}
 
 
 def test_an_actor_that_may_not_be_restarted_is_an_error_and_not_a_wait(url: str, started: Any) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trajstore import ClosedError
+from trajstore import ClosedError, PacingError
 from trajstore.replay.pacing import SamplesPerInsert
 
 SOON_S = 30.0  # far longer than anything here takes; reached only by what hangs
@@ -395,3 +398,150 @@ def test_a_loop_that_was_closed_disturbs_nobody() -> None:
     loop.close()
     limiter.insert(2)
     assert limiter.can_sample()
+
+
+# ---- waits that would never end ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def only_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process whose other threads are those of trajstore."""
+    ours = threading.Thread(name="trajstore-commit")
+    monkeypatch.setattr("trajstore.replay.pacing.threading.enumerate", lambda: [threading.current_thread(), ours])
+
+
+@pytest.mark.usefixtures("only_thread")
+def test_a_sample_that_only_its_own_thread_could_allow_is_refused_with_the_numbers() -> None:
+    limiter = SamplesPerInsert(4.0, min_steps=10)
+    with pytest.raises(
+        PacingError, match=r"sample of 8 would wait for ever: .*; 0 steps inserted, .* insert 10 more"
+    ):
+        limiter.await_sample(8)
+    limiter.await_insert(12)
+    limiter.await_sample(256)
+    with pytest.raises(PacingError, match="sample of 256 would wait for ever: no other thread") as raised:
+        limiter.await_sample(256)
+    assert str(raised.value).endswith(
+        "12 steps inserted, 256 windows sampled; ratio 4, min_steps 10, slack none; insert 62 more steps first"
+        " (can_sample(256) says when), or set a larger slack"
+    )
+    limiter.await_insert(61)
+    with pytest.raises(PacingError, match="insert 1 more steps first"):
+        limiter.await_sample(256)
+    limiter.insert(1)
+    limiter.await_sample(256)
+
+
+@pytest.mark.usefixtures("only_thread")
+def test_an_insert_that_only_its_own_thread_could_allow_is_refused_with_the_numbers() -> None:
+    limiter = SamplesPerInsert(2.0, slack=10)
+    for _ in range(6):
+        limiter.await_insert(1)
+    with pytest.raises(PacingError, match=r"insert of 1 .* sample 2 more windows first") as raised:
+        limiter.await_insert(1)
+    assert isinstance(raised.value, RuntimeError)
+    assert limiter.n_inserted == 6
+    limiter.await_sample(2)
+    limiter.await_insert(1)
+
+
+@given(
+    ratio=st.sampled_from([0.1, 0.5, 1, 3, 7.5]),
+    min_steps=st.integers(0, 20),
+    slack=st.sampled_from([None, 200.0]),
+    calls=st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=40),
+)
+def test_the_missing_number_is_the_smallest_that_helps(
+    ratio: float, min_steps: int, slack: float | None, calls: list[tuple[bool, int]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trajstore.replay.pacing.threading.enumerate", lambda: [threading.current_thread()])
+        limiter = SamplesPerInsert(ratio, min_steps=min_steps, slack=slack)
+        for is_insert, n in calls:
+            wait, other, can = (
+                (limiter.await_insert, limiter.sample, limiter.can_insert)
+                if is_insert
+                else (limiter.await_sample, limiter.insert, limiter.can_sample)
+            )
+            try:
+                wait(n)
+            except PacingError as error:
+                found = re.search(r"(insert|sample) (\d+) more", str(error))
+                assert found is not None
+                missing = int(found[2])
+                if missing > 1:
+                    other(missing - 1)
+                    assert not can(n)
+                other(1)
+                assert can(n)
+
+
+def test_a_thread_that_may_still_begin_is_waited_for() -> None:
+    limiter = SamplesPerInsert(1.0, min_steps=5)
+    limiter.await_insert(4)  # by the thread that samples
+    begin = threading.Event()
+
+    def insert() -> None:
+        begin.wait(SOON_S)
+        limiter.await_insert(1)
+
+    with running(insert) as raised:
+        threading.Timer(0.05, begin.set).start()
+        limiter.await_sample(1)
+    assert not raised
+
+
+def test_a_wait_ends_when_the_last_other_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.replay.pacing._LOOK_S", 0.01)
+    limiter, alive = SamplesPerInsert(1.0, min_steps=5), threading.Event()
+    mine = threading.current_thread()
+
+    def insert() -> None:
+        limiter.await_insert(1)
+        alive.wait(SOON_S)
+
+    thread = threading.Thread(target=insert, daemon=True)
+    monkeypatch.setattr(
+        "trajstore.replay.pacing.threading.enumerate", lambda: [mine, *([thread] if thread.is_alive() else [])]
+    )
+    thread.start()
+    threading.Timer(0.1, alive.set).start()
+    with pytest.raises(PacingError, match="no other thread could insert or sample; 1 steps inserted"):
+        limiter.await_sample(1)
+
+
+def test_a_thread_that_never_takes_part_is_waited_for_only_a_stated_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, seconds in (("_LOOK_S", 0.01), ("_WARN_S", 0.02), ("_ALONE_S", 0.2)):
+        monkeypatch.setattr(f"trajstore.replay.pacing.{name}", seconds)
+    limiter, end = SamplesPerInsert(1.0), threading.Event()
+    with running(lambda: end.wait(SOON_S)):
+        limiter.await_insert(1)
+        limiter.await_sample(1)
+        with pytest.raises(PacingError, match=r"sample of 3 waited \d+ s, and no other thread has inserted or"):
+            limiter.await_sample(3)
+        end.set()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "sample of 3 has waited" in caplog.text
+    assert "insert 1 more steps first" in caplog.text
+
+
+LOOP = """
+import numpy as np, trajstore
+pace = trajstore.SamplesPerInsert(4.0, min_steps=10)
+buffer = trajstore.ReplayBuffer("memory://loop", samples_per_insert=pace, buffer_bytes="1MB", commit_seconds=0.01)
+try:
+    for t in range(100):
+        buffer.append({"observation": np.zeros(4, np.float32), "reward": 0.0})
+        if t > 50:
+            buffer.sample(32)
+except trajstore.PacingError as error:
+    print(error)
+buffer.close()
+"""
+
+
+def test_a_loop_in_one_thread_that_samples_too_much_raises_instead_of_hanging() -> None:
+    done = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=300, check=True)
+    assert re.search(r"insert of 1 would wait for ever.* sample \d+ more windows first", done.stdout)

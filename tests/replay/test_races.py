@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,54 @@ def test_memory_of_a_ring_that_is_in_use_is_not_written(url: str, cause: str) ->
                     item.work.result()  # type: ignore[union-attr]
                 assert all(torch.equal(batch[key], kept[key]) for key in kept)
                 assert torch.equal(batch["obs"][:, 0, 1], batch["index"][:, 2] + 10.0 * batch["index"][:, 1])
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_loading_a_state_does_not_write_into_a_batch_of_the_ring_that_is_in_use(
+    url: str, prefetch: int, is_running: bool
+) -> None:
+    with new_buffer(url) as buffer:
+        add(buffer, 0, 0, 200, every=10)
+        with buffer.batches(4, ONE, prefetch=prefetch, out=Ring(prefetch + 2)) as batches:
+            for _ in range(5):
+                state = batches.state_dict()
+                expected = [next(batches)["index"].clone() for _ in range(2)]
+                batches.load_state_dict(state)
+                assert [next(batches)["index"].tolist() for _ in range(2)] == [e.tolist() for e in expected]
+                batches.load_state_dict(state)
+                batch = next(batches)
+                kept = {key: batch[key].clone() for key in ("obs", "index")}
+                if not is_running:
+                    wait_for_prefetch(batches)
+                for _ in range(3):
+                    batches.load_state_dict(batches.state_dict())
+                wait_for_prefetch(batches)
+                assert all(torch.equal(batch[key], kept[key]) for key in kept)
+                later = next(batches)
+                wait_for_prefetch(batches)
+                assert all(torch.equal(batch[key], kept[key]) for key in kept)
+                assert torch.equal(later["obs"][:, 0, 1], later["index"][:, 2] + 10.0 * later["index"][:, 1])
+
+
+def test_a_batch_of_an_epoch_that_was_evicted_whole_does_not_cost_the_one_in_use(url: str) -> None:
+    with new_buffer(url) as buffer:
+        add(buffer, 0, 0, 80, every=4)
+        with buffer.epoch(4, ONE, shuffle=False, prefetch=1, out=Ring(3)) as epoch:
+            with buffer.reader.assembler.lock:  # the thread behind comes late
+                epoch._fill()
+                buffer.evict(keys=[EpisodeKey(buffer.stream, 1)])
+            batch = next(epoch)
+            kept = batch["obs"].clone()
+            assert next(epoch)["index"][:, 1].tolist() == [2] * 4
+            wait_for_prefetch(epoch)
+            assert torch.equal(batch["obs"], kept)
+
+
+def wait_for_prefetch(batches: Any) -> None:
+    for item in list(batches._queue):
+        if isinstance(item.work, Future):
+            item.work.result()
 
 
 def test_an_iterator_over_nothing_goes_on_with_the_same_batch_once_there_is_something(url: str) -> None:
@@ -417,6 +465,81 @@ def test_a_buffer_may_be_closed_by_several_threads(url: str) -> None:
         assert buffer.n_steps <= 20
         with ThreadPoolExecutor(4) as threads:
             assert list(threads.map(lambda _: buffer.close(), range(4))) == [None] * 4  # noqa: B023
+
+
+@pytest.mark.parametrize("cause", ["the last commit", "the seal", "an interrupt"])
+def test_a_buffer_that_could_not_be_closed_is_closed_by_the_next_call(
+    url: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer = new_buffer(url)
+    add(buffer, 0, 0, 5)
+    pipeline, error = buffer.session.writer._pipeline, OSError("the disk is full")
+    broken = {"the last commit": "wait", "the seal": "seal", "an interrupt": "make_room"}[cause]
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt if cause == "an interrupt" else error
+
+    def close_badly() -> None:
+        commit = buffer.session.writer.commit
+        patch.setattr(buffer.session.writer, "commit", lambda: (commit(), patch.setattr(pipeline, broken, fail)))
+        buffer.close()
+
+    with monkeypatch.context() as patch:
+        if cause == "an interrupt":
+            patch.setattr(pipeline, broken, fail)
+            with pytest.raises(KeyboardInterrupt):
+                add(buffer, 0, 5, 6, every=6)  # a step that ends an episode is checked in full
+        else:
+            with pytest.raises(OSError, match="full"):
+                close_badly()
+            assert not buffer.reader.sample(16, ONE)["is_last"].any()
+    buffer.close()
+    assert buffer.session.is_closed
+    table = trajstore.open(url).snapshot.episodes
+    assert table["end"].tolist() == ([] if cause == "an interrupt" else ["cut"])
+
+
+@pytest.mark.parametrize("how", ["close", "release"])
+@pytest.mark.parametrize(
+    "draw", ["sample", "at", "batches", "prefetch", "epoch", "in order", "episodes", "refresh"]
+)
+def test_batches_drawn_beside_a_close_do_not_show_open_episodes_as_ended(url: str, how: str, draw: str) -> None:
+    """Closing ends open episodes as cut on disk; for a batch, such an episode has not ended."""
+    buffer = new_buffer(url)
+    add(buffer, 0, 0, 9, every=3)
+    add(buffer, 7, 0, 3)
+    given = buffer.sample(64)["index"]
+    batches, ahead = buffer.batches(64, ONE), buffer.batches(64, ONE, prefetch=1)
+    first, epoch = next(ahead), buffer.epoch(4, ONE, shuffle=False)
+    refresh = buffer.session.follow_others
+    draws: dict[str, Callable[[], list[Any]]] = {
+        "sample": lambda: [buffer.reader.sample(64, ONE)],
+        "at": lambda: [buffer.reader.at(given, ONE)],
+        "batches": lambda: [next(batches)],
+        "prefetch": lambda: [next(ahead), next(ahead)],
+        "epoch": lambda: list(epoch),
+        "in order": lambda: list(buffer.reader.read_all_in_order()),
+        "episodes": lambda: [buffer.reader.sample_episodes(16)],
+        "refresh": lambda: [refresh(), buffer.reader.sample(64, ONE)][1:],  # type: ignore[func-returns-value]
+    }
+    found: list[Any] = [first]
+    stop = buffer.session.writer._pipeline.stop
+
+    def stop_after_a_draw() -> None:
+        found.extend(aside(draws[draw]))  # the commit thread has done all its work
+        stop()
+
+    buffer.session.writer._pipeline.stop = stop_after_a_draw  # type: ignore[method-assign]
+    buffer.close() if how == "close" else buffer._release()
+    assert len(found) > 1
+    for batch in found:
+        env, t = batch["obs"][..., 0], batch["obs"][..., 1]
+        is_end = (env == 0) & (t % 3 == 2) & batch.get("valid", torch.ones_like(batch["is_last"]))
+        assert torch.equal(batch["is_last"], is_end)
+        assert torch.equal(batch["truncated"], is_end)
+    assert any((batch["obs"][..., 0] == 7).any() for batch in found[1:])
+    for iterator in (batches, ahead, epoch):
+        iterator.close()
 
 
 def test_a_checkpoint_that_comes_after_closing_began_says_so(url: str) -> None:

@@ -199,6 +199,16 @@ def test_a_permutation_has_every_number_once(n: int, seed: int) -> None:
     assert np.array_equal(np.concatenate([order(0, middle), order(middle, n)]), whole)
 
 
+@settings(max_examples=60)
+@given(st.one_of(st.integers(1, 40), st.integers(1, 1 << 62)), st.integers(0, (1 << 64) - 1))
+def test_a_compiled_permutation_has_the_order_of_array_operations(n: int, seed: int) -> None:
+    pytest.importorskip("numba")
+    start = seed % n
+    orders = [Permutation(n, seed, compiled=compiled)(start, min(n, start + 20)) for compiled in (True, False)]
+    assert orders[0].dtype == orders[1].dtype == np.int64
+    assert orders[0].tolist() == orders[1].tolist()
+
+
 def test_permutations_depend_on_the_seed() -> None:
     orders = {tuple(Permutation(100, seed)(0, 100).tolist()) for seed in range(50)}
     assert len(orders) == 50

@@ -22,7 +22,7 @@ from tests.sampling.test_reader import ENDS, Episode, chi_square
 from tests.store.test_device_sync import NoSync
 from trajstore import DataError, Field, Schema, SnapshotExpiredError, Store
 from trajstore.sampling.batches.batch_assembler import BatchAssembler
-from trajstore.sampling.batches.batch_plan import PER_WINDOW_KEYS
+from trajstore.sampling.batches.batch_program import PER_WINDOW_KEYS
 from trajstore.sampling.batches.outputs import flat_outputs
 from trajstore.sampling.hindsight import GOAL_INDEX, Hindsight
 from trajstore.sampling.reader import Reader
@@ -256,25 +256,47 @@ class Step:
         return min(self.wished, max(0, episode.n - 1 + is_good - self.near))
 
     @property
-    def next(self) -> int:
-        episode = self.seen.episode
-        return min(self.near + self.taken, episode.n - 1 + episode.has_final)
+    def reached(self) -> int:
+        return self.near + self.taken
+
+    def last(self, has_final: bool) -> int:
+        """The last row of a field."""
+        return self.seen.episode.n - 1 + (has_final and self.seen.episode.has_final)
+
+    @property
+    def is_late(self) -> bool:
+        return self.seen.layout.alignment == "observation"
+
+    def place(self, has_final: bool) -> tuple[int, bool]:
+        """The row of a field that stands here, and whether it exists: bootstrap steps reach the final row."""
+        if not has_final or not self.spec.bootstrap:
+            return self.near, self.exists
+        at = min(max(self.t, self.seen.base), self.last(True))
+        return at, self.exists or at == self.t == self.seen.episode.n
 
     def stacked(self) -> list[tuple[int, bool]]:
         """The t whose rewards stand here, and whether they exist."""
+        at, exists = self.place(self.is_late)
         offsets = dict(self.spec.stacks).get("reward")
         if offsets is None:
-            return [(self.near, self.exists)]
-        moved = [self.near + offset for offset in offsets]
-        inside = [min(max(t, self.seen.base), self.seen.episode.n - 1) for t in moved]
-        return [(at, self.exists and at == t) for t, at in zip(moved, inside, strict=True)]
+            return [(at, exists)]
+        moved = [at + offset for offset in offsets]
+        inside = [min(max(t, self.seen.base), self.last(self.is_late)) for t in moved]
+        return [(at, exists and at == t) for t, at in zip(moved, inside, strict=True)]
+
+    def next_rewards(self) -> list[tuple[int, bool]]:
+        """The t whose rewards stand here under ``next``, and whether they are values or padding."""
+        last, offsets = self.last(self.is_late), dict(self.spec.stacks).get("reward", (0,))
+        moved = [self.reached + offset for offset in offsets]
+        inside = [min(max(t, self.seen.base), last) for t in moved]
+        return [(at, self.seen.base <= t <= max(last, self.reached)) for t, at in zip(moved, inside, strict=True)]
 
     def is_lost(self, options: Hindsight, keys: set[str]) -> bool:
         """Something that follows from the goal is not known."""
         seen = self.seen
         lost = any(exists and seen.is_lost(at) for at, exists in self.stacked())
         if self.exists:
-            lost |= "next/reward" in keys and seen.is_lost(self.next)
+            lost |= "next/reward" in keys and any(e and seen.is_lost(at) for at, e in self.next_rewards())
             lost |= "n_step/return" in keys and self.taken > 0 and self.near + self.taken > seen.last
             lost |= options.terminated is not None and self.near + 1 > seen.last
         return lost
@@ -297,27 +319,27 @@ def check_goal(seen: Seen, goal: tuple[Seen, int], first: int, options: Hindsigh
 def check_step(step: Step, got: Flat, plain: Flat, goal: list[float], options: Hindsight) -> None:
     """One step of a relabelled window: everything that follows from the goal, at this place of the batch."""
     seen, spec = step.seen, step.spec
-    shown = step.exists or spec.pad == "repeat"
-    desired, stacked = got["goal/desired"], step.stacked()
-    exists = desired.new_ones(desired.shape, dtype=torch.bool)
-    offsets = dict(spec.stacks).get("goal")
-    if spec.pad != "repeat" and offsets is not None:
-        inside = [step.exists and seen.base <= step.near + o < seen.episode.n for o in offsets]
-        exists = torch.tensor(inside)[:, None].expand(desired.shape)
-    elif not shown:
-        exists = ~exists
-    assert torch.equal(desired, torch.where(exists, torch.tensor(goal, dtype=torch.float32), plain["goal/desired"]))
-    if "next/goal/desired" in got:
-        assert got["next/goal/desired"].tolist() == goal
+    goal_value = torch.tensor(goal, dtype=torch.float32)
+    offsets, last = dict(spec.stacks).get("goal"), step.last(True)
+    (at, is_here), stacked = step.place(True), step.stacked()
+    here = [is_here and seen.base <= at + o <= last for o in offsets or (0,)]
+    after = [seen.base <= step.reached + o <= max(last, step.reached) for o in offsets or (0,)]
+    for key, exists in (("goal/desired", here), ("next/goal/desired", after)):
+        if key in got:
+            kept = (
+                torch.tensor(exists).reshape(-1, 1) | (spec.pad == "repeat") | (key[0] == "n" and offsets is None)
+            )
+            found = torch.where(kept, goal_value, plain[key].reshape(-1, 2))
+            assert torch.equal(got[key].reshape(-1, 2), found)
     rewards, before = got["reward"].reshape(-1).tolist(), plain["reward"].reshape(-1).tolist()
     for (at, is_real), reward, stored in zip(stacked, rewards, before, strict=True):
         found = seen.outcome(at) if is_real or spec.pad == "repeat" else None
         assert reward == (stored if found is None else reward_at(found, goal))
     if "next/reward" in got:
-        found = seen.outcome(step.next)
-        assert float(got["next/reward"]) == (
-            float(plain["next/reward"]) if found is None else reward_at(found, goal)
-        )
+        rewards, before = got["next/reward"].reshape(-1).tolist(), plain["next/reward"].reshape(-1).tolist()
+        for (at, is_real), reward, stored in zip(step.next_rewards(), rewards, before, strict=True):
+            found = seen.outcome(at) if is_real or spec.pad == "repeat" else None
+            assert reward == (stored if found is None else reward_at(found, goal))
     if step.exists:
         check_ends(step, got, plain, goal, options)
     else:

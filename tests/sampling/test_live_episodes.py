@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore import Field, Priorities, Reader, Schema, Store, Windows, Writer
+from trajstore.sampling.live.writer_inbox import WriterInbox
+from trajstore.writing.staging import Staging
 
 SPEC = Windows(length=3, boundary="pad_right")
 
@@ -247,7 +249,7 @@ def test_a_commit_is_made_when_live_rows_run_out(monkeypatch: pytest.MonkeyPatch
 
 
 def _few(pages: Any) -> None:
-    pages._free, pages.n_free = np.arange(4), 4
+    pages.free, pages.n_free = np.arange(4), 4
 
 
 def test_amended_steps_are_sampled_as_amended() -> None:
@@ -332,14 +334,8 @@ def test_a_queued_batch_survives_its_steps_moving_into_the_stream() -> None:
     writer.close()
 
 
-def test_a_live_cache_that_does_not_fit_is_refused() -> None:
+def test_a_writer_that_has_appended_can_not_be_followed() -> None:
     store = new_store()
-    writer = store.writer(commit_seconds=None)
-    reader = Reader(store, writer=writer, cache_bytes="1MB")
-    writer.append(step(0, 0))
-    with pytest.raises(ValueError, match=r"cache_bytes: .* lower the writer's buffer_bytes"):
-        reader.sample(1, Windows())
-    writer.close()
     began = store.writer()
     began.append(step(0, 0))
     with pytest.raises(ValueError, match="has a listener already, or steps were appended before it"):
@@ -511,3 +507,27 @@ def test_batches_of_an_epoch_planned_before_an_eviction_leave_out_what_is_gone()
         assert torch.equal(batch["obs"][:, 0], batch["index"][:, 1:].float())
         assert len(batch["index"]) == size
     assert batches.stats()["n_skipped"] == 40
+
+
+def test_rows_that_were_handed_off_are_not_copied_and_stay_while_they_are_read() -> None:
+    staging, inbox = Staging(Schema({"x": Field("int64")}), 4), WriterInbox()
+    spans = np.zeros((1, 9), np.int64)
+
+    def hand_off(value: int) -> None:
+        staging.clear()
+        staging.extend({"x": np.full(4, value)}, np.zeros(4, np.int64), np.zeros(4, np.int64))
+        inbox.handed_off(staging)
+
+    hand_off(1)
+    ((block, values),) = inbox.take().blocks
+    assert values is not None
+    assert np.shares_memory(values["x"], staging.columns["x"])
+    assert inbox.committed(spans), "the reader may still be copying"
+    assert block.values is None
+    inbox.end_reading()
+    inbox.remove_blocks(1)
+    hand_off(2)
+    assert not inbox.committed(spans)
+    assert inbox.take().blocks[0][1] is None, "durable rows are read from the stream"
+    hand_off(3)
+    assert not inbox.committed(spans), "nothing of it was taken"

@@ -251,7 +251,7 @@ def test_readers_of_empty_stores_and_of_short_episodes_are_empty() -> None:
     mixture = Mixture({"empty": empty, "short": short, "good": good}, when_empty="others")
     batch = mixture.sample(9, Windows(length=5))
     assert counts_of(batch, 3) == [0, 0, 9]
-    with pytest.raises(NotReadyError, match=r"source 'empty': .* is empty"):
+    with pytest.raises(NotReadyError, match=r"source 'empty': .* was empty"):
         Mixture({"empty": empty, "good": good}).sample(9, Windows(length=5))
     with pytest.raises(NotReadyError, match="source 'short': no episode has 5 usable steps"):
         Mixture({"short": short, "good": good}).sample(9, Windows(length=5))
@@ -408,10 +408,10 @@ def test_schemas_that_differ_are_refused_with_every_difference() -> None:
     with pytest.raises(SchemaError) as caught:
         Mixture({"x": Fake(0, Schema(FULL)), "y": Fake(0, other), "z": Fake(0, third)})
     for part in (
-        "'x' and 'y': a: float32 (2,) here, float64 (3,) there",
-        "b: int64 () here, absent there",
-        "c: absent here, int64 () there",
-        "'x' and 'z': reward_alignment: 'action' here, 'observation' there",
+        "'x' and 'y': a: float32 (2,) in 'x', float64 (3,) in 'y'",
+        "b: int64 () in 'x', absent in 'y'",
+        "c: absent in 'x', int64 () in 'y'",
+        "'x' and 'z': reward_alignment: 'action' in 'x', 'observation' in 'z'",
     ):
         assert part in str(caught.value)
 
@@ -435,7 +435,9 @@ def test_only_common_fields_are_mixed_where_that_is_asked_for() -> None:
         writer.append_episode({**rows, "action": np.arange(8)}, truncated=True)
     store.refresh()
     sources = {"demo": Reader(store), "online": Reader(filled("online", 2.0))}
-    with pytest.raises(SchemaError, match=r"extra/depth: float32 .* here, absent there.*reward: absent here"):
+    with pytest.raises(
+        SchemaError, match=r"extra/depth: float32 .* in 'demo', absent in 'online'.*reward: absent in 'demo'"
+    ):
         Mixture(sources)
     batch = Mixture(sources, fields=["observation", "action"]).sample(6, Windows.transitions())
     assert "extra" not in batch

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore import Field, NotReadyError, Priorities, ReplayBuffer, Schema, Windows
+from trajstore import DataError, Field, NotReadyError, Priorities, ReplayBuffer, Schema, Windows
 
 SCHEMA = Schema({"obs": Field("float32", (2,), chunk_rows=8), "reward": Field("float32", chunk_rows=8)})
 
@@ -64,6 +64,31 @@ def test_used_up_steps_stay_so_after_resume_and_while_episodes_move() -> None:
     with ReplayBuffer.resume(buffer.url) as again:
         rest = set(again.sample(38)["index"][:, 2].tolist())
         assert rest == set(range(80)) - seen
+
+
+def test_a_buffer_whose_windows_are_all_used_up_says_what_to_do() -> None:
+    with new_buffer(priorities=Priorities(alpha=0.0, max_uses=1)) as buffer:
+        fill(buffer, 3)
+        message = (
+            r"max_uses=1: 4 windows requested, 3 draws are left; append more .*set_priorities\(max_uses=\.\.\.\)"
+        )
+        with pytest.raises(NotReadyError, match=message):
+            buffer.sample(4)
+        buffer.sample(3)
+        message = r"max_uses=1: all 3 windows were drawn as often as allowed.*set_priorities\(max_uses=\.\.\.\)"
+        with pytest.raises(NotReadyError, match=message):
+            buffer.sample(1)
+        buffer.set_priorities(max_uses=2)
+        assert len(buffer.sample(3)["index"]) == 3
+
+
+def test_windows_of_priority_0_are_named_as_the_reason() -> None:
+    with new_buffer(priorities=Priorities()) as buffer:
+        fill(buffer, 3)
+        index = buffer.at(torch.tensor([[0, 0, t] for t in range(3)]))["index"]
+        buffer.update_priorities(index, torch.zeros(3))
+        with pytest.raises(DataError, match="all 3 windows that could be drawn have priority 0; set some above 0"):
+            buffer.sample(1)
 
 
 def test_max_uses_goes_with_plain_draws_only() -> None:

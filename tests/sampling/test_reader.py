@@ -175,11 +175,17 @@ def check_window(window: dict[str, Any], episode: Episode, start: int, spec: Win
             exists and 0 <= i < spec.length and (not spec.needs_next or t < usable(episode, spec, alignment))
         )
         assert bool(window["learn"][j]) == is_learned
-        if exists or spec.pad == "repeat":
-            assert window["obs"][j].tolist() == episode.obs(near)
-            assert float(window["reward"][j]) == episode.reward(near)
+        observed = min(max(t, 0), episode.n_rows - 1) if spec.bootstrap else near
+        is_final = observed == t == episode.n
+        if spec.bootstrap:
+            assert bool(window["is_final"][j]) == is_final
+        if exists or is_final or spec.pad == "repeat":
+            assert window["obs"][j].tolist() == episode.obs(observed)
         else:
             assert window["obs"][j].tolist() == [0 if spec.pad == "zero" else spec.pad] * 2
+        if exists or spec.pad == "repeat":
+            arrives_late = alignment == "observation"
+            assert float(window["reward"][j]) == episode.reward(observed if arrives_late else near)
         if is_learned and spec.needs_next:
             check_transition(window, j, episode, t, spec, alignment)
 
@@ -334,7 +340,7 @@ def test_bad_windows_are_refused() -> None:
 
 def test_an_empty_store_says_so() -> None:
     reader = Reader(trajstore.create("memory://empty-reader"))
-    with pytest.raises(trajstore.DataError, match="is empty: no step is committed"):
+    with pytest.raises(trajstore.DataError, match=r"was empty when this reader was created .* call refresh\(\)"):
         reader.sample(4, Windows())
 
 

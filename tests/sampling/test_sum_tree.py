@@ -23,7 +23,7 @@ from trajstore.errors import DataError
 from trajstore.sampling.compiled import sum_tree_loops as sumtree_kernels
 from trajstore.sampling.priorities import sum_tree as sumtree
 from trajstore.sampling.priorities.sum_tree import NO_POSITIVE_MASS, SumTree
-from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.rng import HALF_SHIFTS, CounterRng
 
 CPU = torch.device("cpu")
 LIMIT = 1 << 62
@@ -267,13 +267,14 @@ def test_masses_near_the_limit_are_drawn_exactly(compiled: bool, stratified: boo
 )
 def test_random_bits_are_scaled_exactly(bits: int, limit: int) -> None:
     expected = ((bits % (1 << 64)) >> 2) * limit >> 62
-    assert sumtree._scaled(ints([bits]), ints([limit])).item() == expected
+    halves = ints([bits]) >> ints([33, 2])[:, None] & (1 << 31) - 1
+    assert sumtree._scaled(halves, ints([limit])).item() == expected
     assert sumtree_kernels._scaled(np.uint64(bits % (1 << 64)), limit) == expected
 
 
 def test_a_product_in_float_would_not_do() -> None:
     """The lowest bits of large numbers are random too."""
-    numbers = sumtree._scaled(CounterRng(1).bits(4000, CPU), ints([LIMIT - 1])[0])
+    numbers = sumtree._scaled(CounterRng(1).halves(4000, torch.tensor(HALF_SHIFTS)), ints([LIMIT - 1])[0])
     ones = [int(((numbers >> bit) & 1).sum()) for bit in range(62)]
     assert all(1800 < n < 2200 for n in ones)  # more than six standard deviations
 

@@ -30,6 +30,7 @@ from trajstore.sampling.batches.outputs import flat_outputs
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import DTYPES, Array
+from trajstore.store.store import create_imported
 
 SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -40,7 +41,7 @@ def fresh_url() -> str:
 
 def recorded(fields: dict[str, Any], *episodes: dict[str, Any], **options: Any) -> Store:
     """A store of these whole episodes, all of them terminated, in one stream."""
-    store = trajstore.create(fresh_url(), Schema(fields, **options))
+    store = create_imported(fresh_url(), Schema(fields, **options))
     with store.writer(commit_seconds=None) as writer:
         for data in episodes:
             writer.append_episode(data, terminated=True)
@@ -159,8 +160,13 @@ def check_crossing(window: dict[str, Any], lane: Lane, start: int, spec: Windows
         learned = learned and (not spec.needs_next or t < usable(near, spec, "action"))
         assert bool(window["learn"][j]) == learned
         padded = [0.0 if spec.pad == "zero" else spec.pad] * 2
-        shown = near.obs(t) if exists or spec.pad == "repeat" else padded
+        beyond = place - len(steps) + 1  # steps past the end of the last episode
+        is_final = beyond == 1 and near.has_final and spec.bootstrap > 0
+        row = t + (near.has_final and beyond > 0 and spec.bootstrap > 0)
+        shown = near.obs(row) if exists or is_final or spec.pad == "repeat" else padded
         assert window["obs"][j].tolist() == shown
+        if spec.bootstrap:
+            assert bool(window["is_final"][j]) == is_final
         if learned and spec.needs_next:
             check_transition_of(window, j, near, t, spec, "action")
 
@@ -241,7 +247,7 @@ def test_stacks_are_clamped_within_the_episode(
         episode = by_number[int(batch["reward"][b, j])]
         t = round(16 * float(batch["reward"][b, j] - episode.number))
         for k, offset in enumerate(frames):
-            near = min(max(t + offset, 0), episode.n - 1)
+            near = min(max(t + offset, 0), episode.n - 1 + episode.has_final)
             is_real = near == t + offset or spec.pad == "repeat"
             padded = [0.0 if spec.pad == "zero" else spec.pad] * 2
             assert batch["obs"][b, j, k].tolist() == (episode.obs(near) if is_real else padded)
@@ -349,9 +355,51 @@ def test_rewards_of_any_dtype_are_summed(dtype: str) -> None:
     assert batch["n_step"]["return"].shape == (1, 1)
 
 
-def test_next_final_needs_a_field_with_a_final_value() -> None:
-    with pytest.raises(DataError, match="no chosen field of the schema has final=True; declare Field"):
-        Reader(numbered(3)).sample(2, Windows(next_fields="final"))
+def test_without_a_final_value_and_a_name_next_fields_must_be_named() -> None:
+    store = recorded(
+        {"state": Field("int64"), "action": Field("int64")}, {"state": np.arange(3), "action": np.arange(3)}
+    )
+    message = (
+        r"no chosen field has a final value or is named observation or obs; .*"
+        r"Windows\.transitions\(next_fields=\('state',\)\); the chosen fields are state, action"
+    )
+    with pytest.raises(DataError, match=message):
+        Reader(store).sample(2, Windows.transitions())
+    batch = Reader(store).at(torch.tensor([[0, 0, 1], [0, 0, 2]]), Windows.transitions(next_fields=("state",)))
+    assert batch["next"]["state"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_transitions_need_no_declared_final_value(compiled: bool) -> None:
+    fields = {
+        "obs": {"a": Field("int64"), "b": Field("int64")},
+        "action": Field("int64"),
+        "reward": Field("float32"),
+    }
+    store = trajstore.create(fresh_url(), Schema(fields))
+    ends: list[dict[str, Any]] = [{"terminated": True}, {"truncated": True}, {}]
+    with store.writer() as writer:
+        for i, end in enumerate(ends):
+            rows = 10 * i + np.arange(3)
+            data = {"obs": {"a": rows, "b": -rows}, "action": rows, "reward": np.ones(3, np.float32)}
+            writer.append_episode(data, **end)
+    store.refresh()
+    reader, windows = Reader(store, compiled=compiled), Windows.transitions(n_step=1, gamma=0.5)
+    assert reader.window_stats(windows) == {"n_windows": 7, "n_left_out": 2, "n_open": 0}
+    assert reader.window_stats(Windows()) == {"n_windows": 9, "n_left_out": 0, "n_open": 0}
+    (batch,) = reader.epoch(10, windows, shuffle=False)
+    assert set(batch["next"]) == {"obs"}
+    assert batch["obs"]["a"].tolist() == [0, 1, 2, 10, 11, 20, 21]
+    assert batch["next"]["obs"]["a"].tolist() == [1, 2, 2, 11, 12, 21, 22]  # repeated where it terminated
+    assert batch["next"]["obs"]["b"].tolist() == [-1, -2, -2, -11, -12, -21, -22]
+    assert batch["terminated"].tolist() == [False, False, True, False, False, False, False]
+    assert batch["n_step"]["discount"].tolist() == [0.5, 0.5, 0.0, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_declared_final_values_go_before_names() -> None:
+    fields = {"state": Field("int64", final=True), "obs": Field("int64"), "action": Field("int64")}
+    store = recorded(fields, {"state": np.arange(4), "obs": np.arange(3), "action": np.arange(3)})
+    assert set(Reader(store).sample(2, Windows.transitions())["next"]) == {"state"}
 
 
 # ---- padding and dtypes --------------------------------------------------------------------------------
@@ -679,6 +727,14 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "offsets of 'obs': expected at least one integer, of at most 1073741824",
     ),
+    (
+        {"offsets": 4},
+        TypeError,
+        r"offsets: expected a mapping of fields .* \{'observation': \(-3, -2, -1, 0\)\}, got 4",
+    ),
+    ({"offsets": "obs"}, TypeError, "offsets: expected a mapping of fields to the steps to stack.* got 'obs'"),
+    ({"offsets": {"obs": 4}}, TypeError, r"offsets of 'obs': expected a list of steps, such as range\(-3, 1\).* 4"),
+    ({"offsets": {"obs": "4"}}, TypeError, "offsets of 'obs': expected a list of steps"),
     ({"strict_context": True, "boundary": "short"}, ValueError, "strict_context needs boundary='strict'"),
     ({"squeeze": True, "length": 2}, ValueError, "squeeze needs windows of one step, got 2 steps"),
 ]
@@ -732,6 +788,21 @@ def test_bad_calls_are_refused_and_the_reader_goes_on(call: Any, error: type[Exc
     with pytest.raises(error, match=message):
         call(reader)
     assert len(reader.sample(4, Windows(length=2))["index"]) == 4
+
+
+def test_the_error_says_that_a_step_lacks_its_successor() -> None:
+    store = trajstore.create(fresh_url(), Schema({"obs": Field("int64"), "action": Field("int64")}))
+    writer = store.writer(commit_seconds=None)
+    writer.append({"obs": 1, "action": 1})
+    writer.commit()
+    store.refresh()
+    message = (
+        "no episode has 1 usable step, so no such window exists; the longest of all has 0; a step is usable if"
+    )
+    with pytest.raises(trajstore.NotReadyError, match=message):
+        Reader(store).sample(1, Windows.transitions())
+    assert Reader(store).window_stats(Windows.transitions()) == {"n_windows": 0, "n_left_out": 0, "n_open": 1}
+    writer.discard()
 
 
 def test_a_filter_whose_windows_are_too_long_says_so() -> None:

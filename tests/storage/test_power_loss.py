@@ -226,11 +226,13 @@ def _look(url: str) -> Seen:
 
 
 def read(store: Store) -> Iterator[tuple[EpisodeKey, Shown, list[int]]]:
-    """Every episode, checked against the numbers of its steps, and the rows that it has in its stream."""
-    table = store.episodes
+    """Every episode, abandoned ones too, checked against the numbers of its steps, and its rows in its stream."""
+    everything = store.snapshot.with_abandoned()
+    table = everything.episodes
+    assert len(store.episodes) <= len(table)
     about = zip(table["stream"], table["episode"], table["end"], table["has_final"], strict=True)
     for i, (stream, episode, end, has_final) in enumerate(about):
-        found = store.read_episode(i)
+        found = everything.read_episode(i)
         steps = found["action"]
         expected = values(steps)
         if has_final:
@@ -243,7 +245,7 @@ def read(store: Store) -> Iterator[tuple[EpisodeKey, Shown, list[int]]]:
 
 def read_column(store: Store, name: str) -> dict[int, float]:
     """The values of a column by step, as far as it reaches."""
-    stored = store.snapshot.column(name)
+    stored = store.snapshot.columns.read(name)
     found: dict[int, float] = {}
     for key, shown, rows in read(store) if stored else ():
         first, known = stored.get(key.stream, (0, np.zeros(0)))

@@ -449,6 +449,6 @@ def test_the_user_and_password_of_a_url_are_not_shown() -> None:
 
 @pytest.mark.parametrize("enter", [trajstore.create, trajstore.open])
 def test_an_error_at_a_url_with_a_password_does_not_show_it(enter: Callable[[str], object]) -> None:
-    with pytest.raises(ValueError, match="ftp://: a put there is not known to be atomic") as caught:
+    with pytest.raises(ValueError, match=r"ftp://: .* puts are not known to be atomic") as caught:
         enter("ftp://user:pa55word@127.0.0.1:1/store")
     assert "pa55word" not in shown(caught.value)

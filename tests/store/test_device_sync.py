@@ -158,8 +158,10 @@ def test_the_index_is_drawn_from_without_values() -> None:
     store, _ = small_store("meta-index", 20)
     index = EpisodeIndex(torch.device("meta"))
     SnapshotFollower(index).follow(store.snapshot)
+    entry, position = torch.zeros(8, dtype=torch.int64, device="meta"), torch.zeros(8, 4, device="meta").long()
+    index.rows(entry, position)  # tables are copied to the device when they are first asked for
     with NoSync("meta"):
-        rows = index.rows(torch.zeros(8, dtype=torch.int64, device="meta"), torch.zeros(8, 4, device="meta").long())
+        rows = index.rows(entry, position)
     assert rows.row.shape == (8, 4)
 
 

@@ -31,9 +31,8 @@ def test_creating_twice_is_refused_unless_asked_for(place: Any) -> None:
 
 def test_an_existing_store_with_another_schema_is_refused(place: Any) -> None:
     trajstore.create(place.url, SCHEMA, **place.kwargs)
-    with pytest.raises(
-        trajstore.SchemaError, match=r"has another schema: x: int64 \(\) here, absent there; y: absent here, bool"
-    ):
+    says = r"x: int64 \(\) in the store, absent in the given schema; y: absent in the store, bool"
+    with pytest.raises(trajstore.SchemaError, match=f"has another schema: {says}"):
         trajstore.create(place.url, Schema({"y": Field("bool")}), exist_ok=True, **place.kwargs)
 
 

@@ -48,7 +48,7 @@ def new_store(url: str | None = None, **kwargs: Any) -> tuple[Store, str]:
 
 
 def column(store: Store, name: str = "c") -> dict[str, tuple[int, Array]]:
-    return trajstore.open(store.url, fsync=False).snapshot.column(name)
+    return trajstore.open(store.url, fsync=False).snapshot.columns.read(name)
 
 
 def assert_column(store: Store, target: str, first: int, values: Array, name: str = "c") -> None:
@@ -460,3 +460,13 @@ def test_a_closed_writer_takes_no_columns() -> None:
     writer.close()
     with pytest.raises(ClosedError):
         writer.put_column("c", target, np.ones(3))
+
+
+def test_a_column_that_does_not_exist_is_refused_with_the_names_of_those_that_do(url: str) -> None:
+    store = trajstore.create(url)
+    with store.writer() as writer:
+        writer.append_episode({"x": np.arange(3)})
+        writer.commit()
+        writer.put_column("value", writer.stream, np.ones(3, np.float32))
+    with pytest.raises(trajstore.DataError, match=r"no derived column 'nope' in .*; it has value"):
+        store.refresh().column("nope")

@@ -16,6 +16,7 @@ import pytest
 LOCK_ORDER = (
     ("Session._ending", "CheckpointSchedule._lock", "Mixture._lock", "Readiness._appended"),
     ("BatchIterator._turn",),
+    ("StoredBytes._measuring",),
     ("BatchAssembler.lock",),
     ("GarbageCollector._sweeping",),
     ("GarbageCollector._publishing",),
@@ -23,9 +24,10 @@ LOCK_ORDER = (
     (
         *("WriterInbox.lock", "CommitThread._condition", "SamplesPerInsert._changed", "RunningStatistics._lock"),
         *("GarbageCollector._condition", "CompressedTier._lock", "CheckpointWriter._lock"),
-        *("CheckpointRequests._condition", "StoreNotes._lock"),
+        *("CheckpointRequests._condition", "StoreNotes._lock", "ChunkFetcher._counting", "Drawing._counting"),
     ),
     ("Storage._lock",),
+    ("BackgroundPool._lock", "_Registry._lock"),
 )
 _LEVELS = {name: level for level, names in enumerate(LOCK_ORDER) for name in names}
 _COMMIT_THREAD = "trajstore-commit"

@@ -100,11 +100,13 @@ class Proxy:
     Attributes:
         plan: What to do with each request; may be replaced at any time.
         requests: Everything that was asked since `forget`.
+        ignores_conditions: Whether the server behind it never sees conditions on puts.
     """
 
     def __init__(self, upstream: str) -> None:
         self.plan: Plan = none
         self.requests: list[Request] = []
+        self.ignores_conditions = False
         self.upstream = urlsplit(upstream).netloc
         self._gate: threading.Barrier | None = None
         self._gated: Callable[[Request], bool] = lambda request: False
@@ -172,7 +174,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(self.proxy.upstream, timeout=WAIT_S)
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in ("expect", "connection")}
+        hidden = {"expect", "connection"}
+        hidden |= {"if-match", "if-none-match"} if self.proxy.ignores_conditions else set()
+        headers = {k: v for k, v in self.headers.items() if k.lower() not in hidden}
         try:
             connection.request(self.command, self.path, body, headers)
             response = connection.getresponse()

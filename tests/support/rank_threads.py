@@ -250,7 +250,8 @@ def verified(url: str) -> VerifyReport:
 def buffer_threads() -> set[threading.Thread]:
     """The threads that buffers need; a storage keeps its own for the next wave."""
     alive = threading.enumerate()
-    return {t for t in alive if t.name.startswith("trajstore-") and not t.name.startswith("trajstore-io")}
+    shared = ("trajstore-io", "trajstore-close")  # do not belong to one buffer
+    return {t for t in alive if t.name.startswith("trajstore-") and not t.name.startswith(shared)}
 
 
 # ---- faults at calls that are told apart by what they do

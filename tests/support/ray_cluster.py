@@ -20,6 +20,8 @@ def started(**options: Any) -> Iterator[None]:
         object_store_memory=200 << 20,
         configure_logging=False,
         log_to_driver=False,
+        # Ray would kill actors when other test processes fill the machine's memory.
+        _system_config={"memory_monitor_refresh_ms": 0},
         **node,
         **options,
     )

@@ -119,6 +119,7 @@ def write_arrays(root: Path, stream: str, layouts: Mapping[str, ArrayLayout], ar
             fill_value=layout.dtype.type(0),
             chunk_key_encoding={"name": "default", "separator": "."},
             attributes=dict(layout.attributes),
+            dimension_names=layout.dimensions,
             config={"write_empty_chunks": True},
         )
         array[...] = values

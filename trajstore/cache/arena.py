@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
+from trajstore.cache.cache_version import CacheVersion
 from trajstore.cache.tensor_dtypes import arena_dtypes
+from trajstore.host_memory import FEW_BYTES, HostMemory
 from trajstore.schema import Array, Field
+
+_HUGE_BYTES = 32 << 20  # bytes of stored pages from which on they lie in huge pages of the system
 
 
 class Arena:
@@ -27,7 +31,12 @@ class Arena:
     """
 
     def __init__(
-        self, spec: Field, page_rows: int, device: torch.device, kernels: ModuleType | None = None
+        self,
+        spec: Field,
+        page_rows: int,
+        device: torch.device,
+        version: CacheVersion,
+        kernels: ModuleType | None = None,
     ) -> None:
         self.row_shape = spec.shape
         self.row_bytes = spec.row_bytes
@@ -35,31 +44,58 @@ class Arena:
         self._dtype, self.dtype = arena_dtypes(spec)
         self._storage_dtype = spec.storage_dtype
         self._device = device
+        self._version = version
         self._kernels = kernels
+        self._host: HostMemory | None = None
         self._set_memory(torch.empty((0, page_rows, *spec.shape), dtype=self._dtype, device=device))
 
     def _set_memory(self, memory: torch.Tensor) -> None:
         self._memory = memory
+        self._version.advance()
         self.data_ptr = 0
         if self._kernels is not None:
             self._bytes = memory.reshape(-1).view(torch.uint8).numpy()
             self.data_ptr = memory.data_ptr()
 
-    def resize(self, n_slots: int) -> None:
-        """Change the number of slots; the contents of slots that exist before and after are kept."""
-        kept = min(n_slots, len(self._memory))
-        memory = self._allocate(n_slots)
-        memory[:kept] = self._memory[:kept]
+    @property
+    def address(self) -> int:
+        """Memory address of the first slot, on every device; valid until `resize`."""
+        return self._memory.data_ptr()
+
+    def resize(self, n_slots: int, used: Iterable[range], n_live: int, n_stored: int) -> None:
+        """Change the number of slots; the contents of used slots that exist before and after are kept.
+
+        Only these are touched, so the others take no memory on the CPU.
+
+        Args:
+            n_slots: The number of slots.
+            used: Ranges of slots that hold something.
+            n_live: Slots at the start that are for live rows.
+            n_stored: Slots behind them that are going to be used soon.
+        """
+        memory = self._allocate(n_slots, n_live, n_stored)
+        for slots in used:
+            kept = slice(slots.start, min(slots.stop, n_slots, len(self._memory)))
+            memory[kept] = self._memory[kept]
         self._set_memory(memory)
 
-    def _allocate(self, n_slots: int) -> torch.Tensor:
+    def discard(self, n_rows: int) -> None:
+        """Give the memory of the first arena rows back to the system; their contents are undefined."""
+        if self._host is not None:
+            self._host.discard(0, n_rows * self.row_bytes)
+
+    def _allocate(self, n_slots: int, n_live: int, n_stored: int) -> torch.Tensor:
         shape = (n_slots, self._page_rows, *self.row_shape)
         if self._device.type != "cpu" or not n_slots:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
-        # numpy asks the system for huge pages, torch does not. Random reads of a large arena are a fifth faster
-        # with them.
-        n_bytes = n_slots * self._page_rows * self.row_bytes
-        return torch.from_numpy(np.empty(n_bytes, np.uint8)).view(self._dtype).view(shape)
+        page_bytes = self._page_rows * self.row_bytes
+        self._host = HostMemory(n_slots * page_bytes)
+        # Random reads of a large arena are a fifth faster with huge pages. In one that holds little they would make
+        # much memory resident that is not used.
+        self._host.use_huge_pages(FEW_BYTES, min(n_live, n_slots) * page_bytes)
+        if n_stored * page_bytes >= _HUGE_BYTES:
+            self._host.use_huge_pages(n_live * page_bytes, n_slots * page_bytes)
+        return torch.from_numpy(self._host.array).view(self._dtype).view(shape)
 
     # ---- filling slots
 

@@ -18,6 +18,7 @@ import torch
 
 from trajstore.cache.budget import share_budget
 from trajstore.cache.cache_stats import CacheStats
+from trajstore.cache.cache_version import CacheVersion
 from trajstore.cache.chunk_fetcher import ChunkFetcher
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.compressed_tier import CompressedTier
@@ -26,6 +27,7 @@ from trajstore.cache.page_loader import PageLoader
 from trajstore.cache.page_table import MIN_STORED_SLOTS
 from trajstore.cache.row_copier import RowCopier
 from trajstore.cache.row_request import RowRequest
+from trajstore.cache.tensor_row_copier import TensorRowCopier
 from trajstore.errors import DataError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.schema import Array, Schema, selected_paths
@@ -48,6 +50,12 @@ class ChunkCache:
         storage: Reads chunks; its threads decode and copy.
         live_rows: Number of rows that `write_live` can address.
         kernels: Compiled loops, for the CPU.
+
+    Attributes:
+        stats: Counters.
+        tier: Compressed chunks in RAM.
+        n_live_used: Live rows from this one on hold nothing. By default all may hold something; their owner lowers
+            the number, so that the others take no memory.
     """
 
     def __init__(
@@ -67,12 +75,15 @@ class ChunkCache:
         self._device = device
         self._budget = budget
         self._live_rows = live_rows
+        self.n_live_used = live_rows
         self._kernels = kernels
         self._columns: dict[str, ColumnPages] = {}
+        self._version = CacheVersion()
+        self._live_columns: tuple[Mapping[str, int], Array] | None = None
         fetcher = ChunkFetcher(storage, self.tier, self.stats)
         self._loader = PageLoader(fetcher, self.stats)
         self._oversized = OversizedBatches(self._loader, fetcher, self.stats, kernels)
-        self._copier = RowCopier(kernels, storage) if kernels is not None else None
+        self._copier = RowCopier(kernels, storage) if kernels is not None else TensorRowCopier()
 
     # ---- what the cache may hold
 
@@ -87,6 +98,7 @@ class ChunkCache:
             written: The source whose new rows come from live rows, or -1. Its partly filled last page is not
                 forgotten: `move_live` adds the rows that it lacks.
         """
+        self._live_columns = None
         readers = [None, *readers]  # source 0 holds live rows
         self._drop_grown_chunks(readers)
         self._loader.readers = readers
@@ -94,18 +106,21 @@ class ChunkCache:
         n_rows = [self._live_rows, *(reader.record.rows if reader else 0 for reader in readers[1:])]
         replaced: dict[str, ColumnPages] = {}
         for path, spec in self._schema.fields.items():
-            chunk_rows = [reader.record.layouts[f"steps/{path}"].chunk_rows for reader in present]
-            page_rows = math.gcd(*chunk_rows) or ArrayLayout.of(spec).chunk_rows
+            chunk_rows = (reader.chunk_rows(f"steps/{path}") for reader in present)
+            page_rows = math.gcd(*filter(None, chunk_rows)) or ArrayLayout.of(spec).chunk_rows
             column = self._columns.get(path)
             if column is None or column.page_rows != page_rows:
                 if column is not None:
                     replaced[path] = column
-                column = ColumnPages(path, spec, page_rows, self._device, self._live_rows, self._kernels)
+                column = ColumnPages(
+                    path, spec, page_rows, self._device, self._version, self._live_rows, self._kernels
+                )
                 self._columns[path] = column
             column.table.set_rows(n_rows, marks, written)
+            column.n_live_used = self.n_live_used
         share_budget(self._columns.values(), self._budget)
         for path, old in replaced.items():
-            self._columns[path].adopt_live_rows(old, self._live_rows)
+            self._columns[path].adopt_live_rows(old, self.n_live_used)
 
     def _drop_grown_chunks(self, readers: Sequence[StreamReader | None]) -> None:
         """Drop partly filled chunks from the compressed tier if their streams have another length now."""
@@ -113,13 +128,18 @@ class ChunkCache:
             if old is None or new is None or old.record.rows == new.record.rows:
                 continue
             for path in self._schema.fields:
-                chunk, n_filled = divmod(old.record.rows, old.record.layouts[f"steps/{path}"].chunk_rows)
+                if (chunk_rows := old.chunk_rows(f"steps/{path}")) is None:
+                    continue
+                chunk, n_filled = divmod(old.record.rows, chunk_rows)
                 if n_filled:
                     self.tier.drop((old.record.id, path, chunk))
 
     def resize(self, budget: int, host_budget: int) -> None:
         """Change the budgets; chunks that no longer fit are dropped."""
         self._budget = budget
+        self._live_columns = None
+        for column in self._columns.values():
+            column.n_live_used = self.n_live_used
         share_budget(self._columns.values(), budget)
         self.tier.resize(host_budget)
 
@@ -135,6 +155,14 @@ class ChunkCache:
         if not chosen:
             raise DataError("fields: staged draws need at least one field, got none")
         return min((c.table.n_slots - c.table.n_live_pages) * c.page_rows for c in chosen)
+
+    @property
+    def version(self) -> int:
+        """Rises when memory of a column moves, a column is replaced, or one becomes complete or incomplete.
+
+        Memory addresses of columns are valid until it does.
+        """
+        return self._version.number
 
     @property
     def nbytes(self) -> int:
@@ -178,10 +206,29 @@ class ChunkCache:
 
     # ---- live rows
 
+    def live_columns(self, addresses: Mapping[str, int]) -> Array:
+        """By field: where rows are copied from, where live rows begin, and bytes of a row; for compiled loops.
+
+        Args:
+            addresses: By field: the memory address of the rows to copy. Pass the same object each time.
+        """
+        if self._live_columns is None or self._live_columns[0] is not addresses:
+            arenas = [self._columns[path].arena for path in addresses]
+            columns = zip(addresses.values(), arenas, strict=True)
+            rows = [(address, arena.data_ptr, arena.row_bytes) for address, arena in columns]
+            self._live_columns = addresses, np.array(rows, np.int64).reshape(-1, 3)
+        return self._live_columns[1]
+
     def write_live(self, rows: Array, values: Mapping[str, Array]) -> None:
         """Overwrite live rows. From now on `gather` returns the new values for source 0."""
         for path, value in values.items():
             self._columns[path].arena.write(rows, value)
+
+    def discard_live(self) -> None:
+        """Forget all live rows, and give their memory back to the system."""
+        for column in self._columns.values():
+            column.arena.discard(self.n_live_used)
+        self.n_live_used = 0
 
     def move_live(self, source: int, live: Array, rows: Array, start: int, stop: int) -> None:
         """Copy live rows that were committed to the pages of their source, instead of reading them back.
@@ -223,15 +270,15 @@ class ChunkCache:
         for key, w in rest.items():
             out = outs.get(key)
             results[key] = self._columns[w.path].arena.empty(w.row.shape) if out is None else out
-        if self._copier is not None:
-            self._copier.copy(self._columns, rest, results)
-        else:
-            for key, w in rest.items():
-                column = self._columns[w.path]
-                column.arena.read(column.table.arena_rows(w.source, w.row), results[key])
+        self._copier.copy(self._columns, rest, results)
         self.stats.seconds["gather"] += time.perf_counter() - planned
         self.stats.seconds["plan"] += planned - start
         return results
+
+    def resident_columns(self, paths: Iterable[str]) -> list[ColumnPages] | None:
+        """Return the columns of fields if every page of them is resident; else None. Valid for this `version`."""
+        columns = [self._columns[path] for path in paths]
+        return columns if all(column.table.is_complete for column in columns) else None
 
     def _make_resident(self, wanted: Mapping[str, RowRequest]) -> set[str]:
         """Load missing pages; returns the columns that have fewer slots than the batch needs, left as they are."""

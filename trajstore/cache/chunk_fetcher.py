@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -50,6 +51,7 @@ class ChunkFetcher:
         self._storage = storage
         self._tier = tier
         self._stats = stats
+        self._counting = threading.Lock()
         self._idle_buffers: list[DecodeBuffers] = []  # one for each thread that has worked
         self._fetched: dict[ChunkKey, memoryview] = {}  # chunks of the current wave that are not decoded yet
 
@@ -94,12 +96,24 @@ class ChunkFetcher:
         n_tasks = min(len(jobs) // _MIN_TASK_CHUNKS, _N_CPUS) or 1
 
         def run_task(task: int) -> None:
-            buffers = self._idle_buffers.pop() if self._idle_buffers else DecodeBuffers()
+            buffers = self._take_buffers()
             for job in jobs[task::n_tasks]:
                 work(job, buffers)
             self._idle_buffers.append(buffers)
 
         self._storage.map(run_task, range(n_tasks))
+
+    def _take_buffers(self) -> DecodeBuffers:
+        try:
+            return self._idle_buffers.pop()
+        except IndexError:  # not asked before: another thread may take the last ones in between
+            return DecodeBuffers()
+
+    def _count(self, n_decoded: int, *, n_read: int = 0, n_host_hits: int = 0) -> None:
+        with self._counting:  # several threads decode at a time
+            self._stats.bytes_decoded += n_decoded
+            self._stats.bytes_read += n_read
+            self._stats.host_hits += n_host_hits
 
     def decode(self, chunk: StoredChunk, encoded: bytearray, out: Array) -> None:
         """Decode a chunk into ``out``, from the compressed tier or from storage.
@@ -111,13 +125,15 @@ class ChunkFetcher:
         """
         reader, path, number = chunk
         key, array = (reader.record.id, path, number), f"steps/{path}"
+        if reader.fill(array, out):
+            return
         kept = self._tier.get(key) if self._tier.budget else None
         if kept is not None:
-            self._stats.host_hits += 1
             reader.decode_chunk(array, number, kept, out)
+            self._count(out.nbytes, n_host_hits=1)
             return
         data = self._fetched.pop(key, None) or reader.chunk(array, number, encoded)
-        self._stats.bytes_read += len(data)
         reader.decode_chunk(array, number, data, out)
+        self._count(out.nbytes, n_read=len(data))
         if self._tier.budget:  # after decoding: only chunks that passed their checksum are kept
             self._tier.put(key, data)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from trajstore.cache.arena import Arena
+from trajstore.cache.cache_version import CacheVersion
 from trajstore.cache.page_table import PageTable
 from trajstore.schema import Array, Field
 
@@ -22,8 +23,12 @@ class ColumnPages:
         spec: Its dtype and shape.
         page_rows: Rows of a page.
         device: Where the arena is.
+        version: Advances when memory moves or the column becomes complete or incomplete.
         live_rows: Number of live rows.
         kernels: Compiled loops, for the CPU.
+
+    Attributes:
+        n_live_used: Live rows from this one on hold nothing.
     """
 
     def __init__(
@@ -32,14 +37,16 @@ class ColumnPages:
         spec: Field,
         page_rows: int,
         device: torch.device,
+        version: CacheVersion,
         live_rows: int = 0,
         kernels: ModuleType | None = None,
     ) -> None:
         self.path = path
+        self.n_live_used = live_rows
         self.page_rows = page_rows
         self.page_bytes = page_rows * spec.row_bytes
-        self.table = PageTable(page_rows, device, -(-live_rows // page_rows), kernels)
-        self.arena = Arena(spec, page_rows, device, kernels)
+        self.table = PageTable(page_rows, device, version, -(-live_rows // page_rows), kernels)
+        self.arena = Arena(spec, page_rows, device, version, kernels)
 
     @property
     def nbytes(self) -> int:
@@ -56,18 +63,27 @@ class ColumnPages:
         # First, so that after a failed allocation no page is mapped to a slot that does not exist.
         self.table.is_direct = self.table.is_direct and n >= self.table.n_pages
         if n != self.table.n_slots:
-            self.arena.resize(n)
+            live_slots = range(-(-self.n_live_used // self.page_rows))
+            used = (live_slots, self.table.stored_slots)
+            self.arena.resize(n, used, self.table.n_live_pages, self.table.n_used)
             self.table.set_slots(n)
 
     def gather(self, source: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Copy rows of resident pages to ``out``, ``[*row.shape, *row_shape]``, with tensor operations."""
-        return self.arena.read(self.table.arena_rows(source, row), out)
+        virtual = self.table.virtual_rows(source, row)
+        return self.arena.read(self.table.arena_rows(virtual).reshape(-1), out)
 
     def copy_arguments(self, out: torch.Tensor) -> tuple[int, ...]:
         """Return the column's line of the ``columns`` argument of the compiled loop ``copy_columns``."""
         arena, table = self.arena, self.table
         slots, first_rows = table.slot_of_page.data_ptr, table.first_virtual_row.data_ptr
         return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, out.data_ptr()
+
+    def addresses(self) -> tuple[int, int, int, int, int]:
+        """Return the first five numbers of the column for `program_loops`; the third is 0 if it needs no table."""
+        arena, table = self.arena, self.table
+        slots = 0 if table.is_direct else table.slot_of_page.data_ptr
+        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, table.first_virtual_row.data_ptr
 
     # ---- live rows
 

@@ -51,6 +51,17 @@ class GrowableArray:
         """Bytes of memory on the device, including room to grow."""
         return int(self._host.nbytes)
 
+    def resize(self, n: int) -> Array:
+        """Make the array ``n`` elements long, and return them for changes in place: for arrays on the CPU only.
+
+        Elements that are added are undefined.
+        """
+        assert self._is_shared
+        if n > len(self._host):
+            self.rewrite(self.n, np.empty(n - self.n, self._host.dtype))
+        self.n = n
+        return self._host[:n]
+
     def put(self, where: Array, values: Array) -> None:
         """Change the values at some positions."""
         self._host[where] = values

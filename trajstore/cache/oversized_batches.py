@@ -113,7 +113,7 @@ class OversizedBatches:
         for i, (s, p) in enumerate(zip(source.tolist(), page.tolist(), strict=True)):
             reader = self._loader.readers[s]
             assert reader is not None  # the index has rows of this stream, so it exists
-            size = reader.record.layouts[f"steps/{column.path}"].chunk_rows // column.page_rows
+            size = (reader.chunk_rows(f"steps/{column.path}") or column.page_rows) // column.page_rows
             job = jobs.get((s, p // size))
             if job is None:
                 job = jobs[s, p // size] = ((reader, column.path, p // size), size, [])
@@ -127,7 +127,6 @@ class OversizedBatches:
                 positions = order[bounds[i] : bounds[i + 1]]
                 first_row = (int(missing[i]) - int(page[i]) % size) * column.page_rows  # of the chunk, virtual
                 column.arena.scatter(virtual[positions] - first_row, positions, out, pages)
-            self._stats.bytes_decoded += pages.nbytes
 
         self._fetcher.for_each(list(jobs.values()), copy_chunk, itemgetter(0))
         self._stats.seconds["load"] += time.perf_counter() - start

@@ -61,22 +61,25 @@ class PageLoader:
     def _decode(self, job: _ChunkJob, buffers: DecodeBuffers) -> None:
         """Decode one chunk to where its pages belong."""
         first = job.targets[0][1]
-        if job.pages_per_chunk == 1:
+        if job.pages_per_chunk == 1 and len(first) == job.page_rows:
             self._fetcher.decode(job.chunk, buffers.encoded, first)
         else:
-            pages = np.empty((job.pages_per_chunk, *first.shape), first.dtype)
+            pages = np.empty((job.pages_per_chunk, job.page_rows, *first.shape[1:]), first.dtype)
             self._fetcher.decode(job.chunk, buffers.encoded, pages)
             for position, view in job.targets:
-                view[...] = pages[position]
-        self._stats.bytes_decoded += job.pages_per_chunk * int(first.nbytes)
+                view[...] = pages[position, : len(view)]
 
 
 @dataclass(slots=True)
 class _ChunkJob:
-    """A chunk to decode, and the pages to fill from it: position in the chunk, and a view of the memory."""
+    """A chunk to decode, and the pages to fill from it: position in the chunk, and a view of the memory.
+
+    The view of a stream's last page ends with the stream's last row, so the rest of the page takes no memory.
+    """
 
     chunk: StoredChunk
     pages_per_chunk: int
+    page_rows: int
     targets: list[tuple[int, Array]]
 
 
@@ -100,12 +103,14 @@ class _Claim:
         for view, s, p in zip(views, source.tolist(), page.tolist(), strict=True):
             reader = readers[s]
             assert reader is not None  # the index has rows of this stream, so it exists
-            pages_per_chunk = reader.record.layouts[f"steps/{column.path}"].chunk_rows // column.page_rows
+            pages_per_chunk = (reader.chunk_rows(f"steps/{column.path}") or column.page_rows) // column.page_rows
             number, position = divmod(p, pages_per_chunk)
             job = jobs.get((s, number))
             if job is None:
-                job = jobs[s, number] = _ChunkJob((reader, column.path, number), pages_per_chunk, [])
-            job.targets.append((position, view))
+                job = jobs[s, number] = _ChunkJob(
+                    (reader, column.path, number), pages_per_chunk, column.page_rows, []
+                )
+            job.targets.append((position, view[: reader.record.rows - p * column.page_rows]))
         return list(jobs.values())
 
     def finish(self, tick: int) -> None:

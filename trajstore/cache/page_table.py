@@ -12,6 +12,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from trajstore.cache.cache_version import CacheVersion
 from trajstore.cache.growable_array import GrowableArray
 from trajstore.cache.row_request import as_matrices
 from trajstore.schema import Array
@@ -34,6 +35,7 @@ class PageTable:
     Args:
         page_rows: Rows of a page.
         device: Where a copy of the table is kept, for gathers with tensor operations.
+        version: Advances when the table's memory moves or `is_complete` changes.
         n_live_pages: Pages of live rows.
         kernels: Compiled loops, for the CPU.
 
@@ -43,10 +45,16 @@ class PageTable:
         is_direct: Page ``i`` lies in slot ``i`` or nowhere, so virtual rows are arena rows.
         slot_of_page: By page: its slot, or -1.
         first_virtual_row: By source: the virtual row of its row 0.
+        layout_version: Rises when `first_virtual_row` changes.
     """
 
     def __init__(
-        self, page_rows: int, device: torch.device, n_live_pages: int = 0, kernels: ModuleType | None = None
+        self,
+        page_rows: int,
+        device: torch.device,
+        version: CacheVersion,
+        n_live_pages: int = 0,
+        kernels: ModuleType | None = None,
     ) -> None:
         self.page_rows = page_rows
         self.n_live_pages = n_live_pages
@@ -55,6 +63,9 @@ class PageTable:
         self.is_direct = True
         self.slot_of_page = GrowableArray(np.int64, device)
         self.first_virtual_row = GrowableArray(np.int64, device)
+        self._version = version
+        self._was_complete = True  # when the version was advanced last
+        self.layout_version = 0
         self._kernels = kernels
         self._last_tick = np.zeros(0, np.int64)  # by page: the tick at which `distinct_pages` last found it
         self._capacity: list[int] = []  # by source: pages in its range
@@ -81,6 +92,17 @@ class PageTable:
     def n_empty(self) -> int:
         """Slots that hold no page."""
         return self.n_slots - self.n_resident
+
+    @property
+    def n_used(self) -> int:
+        """Stored pages that hold rows that can be asked for."""
+        return self._n_used - self.n_live_pages
+
+    @property
+    def stored_slots(self) -> range:
+        """The slots from the first behind the live pages to the last that holds a page."""
+        filled = np.flatnonzero(self._slot_page[self.n_live_pages :] >= 0)
+        return range(self.n_live_pages, self.n_live_pages + (int(filled[-1]) + 1 if len(filled) else 0))
 
     @property
     def is_complete(self) -> bool:
@@ -122,6 +144,12 @@ class PageTable:
             self.forget(np.arange(first, first + min(n_evicted, self._capacity[source])))
         counts = zip(self._n_rows, self._first_used, strict=True)
         self._n_used = sum(max(0, self._count_pages(n) - n_evicted) for n, n_evicted in counts)
+        self._note_completeness()
+
+    def _note_completeness(self) -> None:
+        if self.is_complete != self._was_complete:
+            self._was_complete = self.is_complete
+            self._version.advance()
 
     def _count_pages(self, n_rows: int) -> int:
         return -(-n_rows // self.page_rows)
@@ -146,13 +174,16 @@ class PageTable:
             self._enlarge(source, n_pages)
 
     def _add_source(self, n_pages: int) -> None:
+        self.layout_version += 1
         self.first_virtual_row.rewrite(len(self._capacity), np.array([self.n_pages * self.page_rows]))
+        self._version.advance()
         self._capacity.append(n_pages)
         self._n_rows.append(0)
         self.slot_of_page.rewrite(self.n_pages, np.full(n_pages, _ABSENT))
 
     def _enlarge(self, source: int, n_pages: int) -> None:
         """Give a source room for more pages: in place if its range is the last, else in a new range at the end."""
+        self._version.advance()
         first, old = self.first_page(source), self._capacity[source]
         room = max(n_pages, 2 * old)
         if first + old == self.n_pages:
@@ -169,6 +200,7 @@ class PageTable:
         self.is_direct = False
         starts = self.first_virtual_row.host.copy()
         starts[source] = self.n_pages * self.page_rows
+        self.layout_version += 1
         self.first_virtual_row.rewrite(0, starts)
         table = np.append(self.slot_of_page.host, moved)
         table[first : first + old] = _ABSENT
@@ -208,6 +240,7 @@ class PageTable:
         self._slot_tick[slots] = tick
         self.slot_of_page.put(pages, slots)
         self.n_resident += len(pages)
+        self._note_completeness()
 
     def forget(self, pages: Array) -> None:
         """Make pages absent and their slots empty."""
@@ -217,6 +250,7 @@ class PageTable:
         self._slot_tick[slots[resident]] = 0
         self.slot_of_page.put(pages[resident], np.full(int(resident.sum()), _ABSENT))
         self.n_resident -= int(resident.sum())
+        self._note_completeness()
 
     def touch(self, pages: Array, tick: int) -> None:
         """Record that those pages which are resident are used at ``tick``."""
@@ -272,13 +306,12 @@ class PageTable:
         """Return the virtual rows of rows of sources, on the device."""
         return row + self.first_virtual_row.device[source]
 
-    def arena_rows(self, source: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Return the arena rows of rows in resident pages, flat, on the device."""
-        virtual = (row + self.first_virtual_row.device[source]).reshape(-1)
+    def arena_rows(self, virtual: torch.Tensor) -> torch.Tensor:
+        """Return the arena rows of virtual rows in resident pages, on the device."""
         if self.is_direct:
             return virtual
         page = virtual.div(self.page_rows, rounding_mode="floor")
-        return self.slot_of_page.device[page] * self.page_rows + (virtual - page * self.page_rows)
+        return torch.add(virtual, self.slot_of_page.device[page] - page, alpha=self.page_rows)
 
     def distinct_pages(self, source: torch.Tensor, row: torch.Tensor, tick: int) -> Array:
         """Return the pages of rows, each once. On a GPU the host waits for the device here.

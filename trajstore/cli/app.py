@@ -21,6 +21,7 @@ from trajstore.cli.parameters import Argument, Option, find_secrets
 from trajstore.cli.rlinf import RLINF_COMMANDS
 from trajstore.cli.sample import sample
 from trajstore.cli.verify import verify_store
+from trajstore.cli.warm_up import warm_up
 
 if TYPE_CHECKING:
     import typer
@@ -32,6 +33,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "checkpoints": checkpoints,
     "redistribute": redistribute,
     "request-checkpoint": request_checkpoint,
+    "warm-up": warm_up,
 }
 
 
@@ -39,7 +41,7 @@ def main() -> None:
     """Run the command that the arguments name, and exit the process with its exit code."""
     missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
     if missing:
-        print_error(f"the command line needs {' and '.join(missing)}: pip install 'trajstore[cli]'")
+        print_error(f"the command line needs {' and '.join(missing)}: pip install {' '.join(missing)}")
         raise SystemExit(FAILED)
     app()()
 

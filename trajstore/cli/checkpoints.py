@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import trajstore
-from trajstore.cli.exit_codes import FINE, usage_errors
+from trajstore.cli.exit_codes import FINE, damage_of_a_store, usage_errors
 from trajstore.cli.output import MAX_LISTED, Facts, format_count, format_time, make_table, print_facts, printable
 from trajstore.cli.parameters import AsJson, Option, StorageOptions, Url, parse_storage_options
 from trajstore.cli.stores import check_url, open_snapshot
@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 def checkpoints(url: Url, storage_option: StorageOptions = None, as_json: AsJson = False) -> int:
     """List the checkpoints of a store, oldest first."""
     storage = open_snapshot(url, storage_option).storage
-    facts = {"url": storage.display, "checkpoints": [checkpoint_facts(c) for c in list_checkpoints(storage)]}
-    print_facts(facts, lambda console, found: print_checkpoints(console, found["checkpoints"]), as_json)
+    with damage_of_a_store():
+        found = list_checkpoints(storage)
+    facts = {"url": storage.display, "checkpoints": [checkpoint_facts(c) for c in found]}
+    print_facts(facts, lambda console, shown: print_checkpoints(console, shown["checkpoints"]), as_json)
     return FINE
 
 

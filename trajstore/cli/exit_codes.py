@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from trajstore.cli.output import printable
-from trajstore.errors import CorruptionError, TrajstoreError
+from trajstore.errors import CorruptionError, FormatError, TrajstoreError, UnknownFormatError
 
 FINE = 0
 PROBLEMS = 1  # the store is damaged
@@ -34,6 +34,17 @@ def usage_errors(*more: type[Exception]) -> Iterator[None]:
             raise
         has_message = error.args and not isinstance(error, OSError)
         raise UsageError(str(error.args[0]) if has_message else str(error) or type(error).__name__) from error
+
+
+@contextlib.contextmanager
+def damage_of_a_store() -> Iterator[None]:
+    """Treat malformed objects as damage: the location is known to hold a store that this version reads."""
+    try:
+        yield
+    except UnknownFormatError:
+        raise
+    except FormatError as error:
+        raise CorruptionError(str(error)) from error
 
 
 @contextlib.contextmanager

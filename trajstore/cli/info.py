@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 
 from trajstore.cli.checkpoints import checkpoint_facts, print_checkpoints
-from trajstore.cli.exit_codes import FINE
+from trajstore.cli.exit_codes import FINE, damage_of_a_store
 from trajstore.cli.output import (
     MAX_LISTED,
     Facts,
@@ -49,7 +49,10 @@ def info(
 
     Reads records and span tables, but no steps.
     """
-    print_facts(_store_facts(open_snapshot(url, storage_option, at), with_sizes=sizes), print_info, as_json)
+    snapshot = open_snapshot(url, storage_option, at)
+    with damage_of_a_store():
+        facts = _store_facts(snapshot, with_sizes=sizes)
+    print_facts(facts, print_info, as_json)
     return FINE
 
 
@@ -63,7 +66,7 @@ def _store_facts(snapshot: Snapshot, *, with_sizes: bool) -> Facts:
         "id": root.get("id"),
         "created_at": root.get("created_at"),
         "schema": _schema_facts(snapshot, live, with_sizes),
-        "streams": [_stream_facts(record, live[record.id]) for record in snapshot.streams],
+        "streams": [_stream_facts(record, live[record.id], snapshot) for record in snapshot.streams],
         "episodes": _episode_facts(snapshot),
         "checkpoints": [checkpoint_facts(c) for c in list_checkpoints(storage)],
         "columns": [
@@ -81,14 +84,15 @@ def _schema_facts(snapshot: Snapshot, live: Mapping[str, int], with_sizes: bool)
         return None
     fields = []
     for path, spec in schema.fields.items():
-        layouts = {record.layouts[f"steps/{path}"] for record in snapshot.streams}
+        holding = [record for record in snapshot.streams if path in record.schema.fields]
+        layouts = {record.layouts[f"steps/{path}"] for record in holding}
         facts = {"field": path, "dtype": spec.dtype, "shape": list(spec.shape), "final": spec.final}
         facts["chunk_rows"] = sorted({layout.chunk_rows for layout in layouts})
         facts["codec"] = sorted({_codec_name(layout.codec) for layout in layouts})
         if with_sizes:
-            keys = [f"streams/{record.id}/steps/{path}" for record in snapshot.streams]
+            keys = [f"streams/{record.id}/steps/{path}" for record in holding]
             facts["stored_bytes"] = sum(sum(snapshot.storage.tree_sizes(key).values()) for key in keys)
-            facts["decoded_bytes"] = spec.row_bytes * sum(r.rows - live[r.id] for r in snapshot.streams)
+            facts["decoded_bytes"] = spec.row_bytes * sum(r.rows - live[r.id] for r in holding)
         fields.append(facts)
     return {
         "fields": fields,
@@ -104,11 +108,12 @@ def _codec_name(codec: Codec) -> str:
     )
 
 
-def _stream_facts(record: CommitRecord, first_row: int) -> Facts:
+def _stream_facts(record: CommitRecord, first_row: int, snapshot: Snapshot) -> Facts:
     return {
         "id": record.id,
         "rows": record.rows,
         "first_row": first_row,
+        "abandoned_rows": record.rows - snapshot.lineage.n_rows(record),
         "spans": record.spans,
         "commits": record.commit,
         "state": "sealed" if record.is_sealed else "open",
@@ -127,6 +132,9 @@ def _episode_facts(snapshot: Snapshot) -> Facts:
     lengths, ends, returns = table["length"], table["end"], table["return"].astype(np.float64)
     returns = returns[~np.isnan(returns)]
     facts: Facts = {"n_episodes": len(table), "n_steps": int(lengths.sum())}
+    history = snapshot.history(abandoned=True)
+    facts["n_evicted"] = int((history["is_evicted"] & ~history["is_abandoned"]).sum())
+    facts["n_abandoned"] = int(history["is_abandoned"].sum())
     facts["ends"] = {str(end): int((ends == end).sum()) for end in sorted(set(ends))}
     facts["length"] = _summarize(lengths, ("min", "median", "max"))
     facts["return"] = _summarize(returns, ("mean", "min", "max"))
@@ -188,7 +196,11 @@ def _print_streams(console: "Console", streams: Sequence[Facts]) -> None:
         console.print("No streams yet.\n")
         return
     # Show these columns only if a stream uses them, so that lines fit a terminal.
-    optional = {">first row": lambda s: f"{s['first_row']:,}" if s["first_row"] else "", ">rank": _format_rank}
+    optional = {
+        ">first row": lambda s: f"{s['first_row']:,}" if s["first_row"] else "",
+        ">abandoned": lambda s: f"{s['abandoned_rows']:,}" if s["abandoned_rows"] else "",
+        ">rank": _format_rank,
+    }
     extra = {heading: cell for heading, cell in optional.items() if any(cell(s) for s in streams)}
     mark = "=" if max(len(s["id"]) for s in streams) <= _LONG_ID else ""
     is_wide = console.width >= _WIDE
@@ -238,6 +250,9 @@ def _print_episodes(console: "Console", episodes: Facts) -> None:
         f"  {format_count(episodes['n_episodes'], 'episode')}{': ' if ends else ''}{ends}; "
         + format_count(episodes["n_steps"], "step")
     )
+    others = [f"{episodes[f'n_{kind}']:,} {kind}" for kind in ("evicted", "abandoned") if episodes[f"n_{kind}"]]
+    if others:
+        console.print(f"  not counted: {', '.join(others)}")
     for name in ("length", "return"):
         if episodes[name]:
             console.print(f"  {name}: " + ", ".join(f"{kind} {value:,g}" for kind, value in episodes[name].items()))

@@ -3,20 +3,28 @@
 from collections.abc import Sequence
 
 import trajstore
-from trajstore.cli.exit_codes import UsageError, usage_errors
+from trajstore.cli.exit_codes import UsageError, damage_of_a_store, usage_errors
 from trajstore.cli.parameters import parse_storage_options
+from trajstore.errors import FormatError
+from trajstore.storage import open_storage
 from trajstore.store.checkpoints import find
 from trajstore.store.snapshot import Snapshot
+from trajstore.store.store import check_root
 
 
 def open_snapshot(url: str, storage_option: Sequence[str] | None, at: str | None = None) -> Snapshot:
     """Open a store, at a checkpoint if ``at`` names one."""
     with usage_errors():
-        store = trajstore.open(check_url(url), storage_options=parse_storage_options(storage_option))
-        if at is None:
-            return store.snapshot
-        storage = store.snapshot.storage
-        return Snapshot.at(storage, store.schema, find(storage, at))
+        options = parse_storage_options(storage_option)
+        try:
+            store = trajstore.open(check_url(url), storage_options=options)
+        except FormatError:
+            check_root(open_storage(url, options))  # raises if this is no store that this version reads
+            with damage_of_a_store():
+                raise
+        with damage_of_a_store():
+            storage = store.snapshot.storage
+            return store.snapshot if at is None else Snapshot.at(storage, store.schema, find(storage, at))
 
 
 def check_url(url: str) -> str:

@@ -2,3 +2,9 @@
 
 To move a program to trajstore, change one import and keep the remaining code.
 """
+
+from trajstore.lazy_modules import lazy_modules
+
+__getattr__, __dir__ = lazy_modules(
+    "trajstore.compat", ("alf", "gymnasium", "objectrl", "rlinf", "stable_baselines3", "torchrl")
+)

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from trajstore.arguments import check_positive, parse_bytes
-from trajstore.compat.exit_flush import cancel_finish_at_exit, finish_at_exit
 from trajstore.compat.options import SamplingOptionsDict, check_options
-from trajstore.compat.private_store import free_private_store, private_url
+from trajstore.compat.private_store import free_private_store, free_with_buffer, private_url
 from trajstore.errors import ClosedError, DataError, MissingExtraError, NotReadyError
 from trajstore.replay.buffer import ReplayBuffer as Buffer
 from trajstore.sampling.windows import Windows
@@ -32,9 +31,7 @@ from trajstore.writing.staging import staged_rows
 try:
     from tensordict import TensorDict, TensorDictBase
 except ImportError as error:
-    raise MissingExtraError(
-        "trajstore.compat.objectrl needs tensordict: pip install 'trajstore[tensordict]'"
-    ) from error
+    raise MissingExtraError("trajstore.compat.objectrl needs tensordict: pip install tensordict") from error
 
 _EPISODE_STEPS = 1024  # transitions per episode of the store; bounds the size of the open episode
 _GROUP = "transition"  # group of all fields, so that their names cannot collide with other keys of a batch
@@ -94,8 +91,6 @@ class ReplayBuffer:
         self._iterator: Iterator[Any] | None = None
         self._buffer: Buffer | None = None
         self._is_closed = False
-        if url is not None:
-            finish_at_exit(self, _flush)
         stores = [] if url is None else _existing_stores(self._url, options.get("storage_options"))
         self._store_number = max(stores, default=-1)
 
@@ -116,7 +111,7 @@ class ReplayBuffer:
     def _create(self, buffer_size: int, schema: Schema | None = None) -> Buffer:
         """Create a buffer with a new store, so that the transitions of sessions are not mixed."""
         self._store_number += 1
-        return Buffer(
+        buffer = Buffer(
             f"{self._url}/{self._store_number}",
             schema=schema,
             capacity=buffer_size + buffer_size // 128 + 2,  # evictions happen in bulk, so keep some more
@@ -125,6 +120,9 @@ class ReplayBuffer:
             seed=self._seed + self._n_resets,
             **self._options,
         )
+        if self._is_private:
+            free_with_buffer(buffer, buffer.url)
+        return buffer
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -163,7 +161,6 @@ class ReplayBuffer:
         """Release memory and threads; data at a URL stays there."""
         self._release()
         self._is_closed = True
-        cancel_finish_at_exit(self)
         if self._is_private:
             free_private_store(self._url)
 
@@ -397,11 +394,6 @@ class ReplayBuffer:
             self.reset(buffer_size)
         # The oldest transition keeps its place.
         self._first_place = (pointer - data_size) % self.buffer_size
-
-
-def _flush(buffer: ReplayBuffer) -> None:
-    if buffer._buffer is not None:
-        buffer._buffer.flush()
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:

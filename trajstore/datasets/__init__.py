@@ -4,3 +4,10 @@
 verified by reading back. `formats.FORMATS` lists the formats. Each format module has ``open_reader`` and
 ``open_writer``.
 """
+
+from trajstore.lazy_modules import lazy_modules
+
+__getattr__, __dir__ = lazy_modules(
+    "trajstore.datasets",
+    ("conversion", "d4rl", "diffusion_policy", "formats", "lerobot", "minari", "robomimic", "torchrl"),
+)

@@ -15,9 +15,7 @@ from trajstore.schema import Array
 
 def import_pyarrow(module: str = "pyarrow") -> Any:
     """Import pyarrow, or one of its submodules."""
-    return import_optional(
-        module, "Parquet and Arrow files need pyarrow: pip install 'trajstore[lerobot]' or 'trajstore[minari]'"
-    )
+    return import_optional(module, "Parquet and Arrow files need pyarrow: pip install pyarrow")
 
 
 def open_parquet(path: Path) -> Any:

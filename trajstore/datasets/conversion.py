@@ -26,7 +26,7 @@ from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
 from trajstore.schema import Array, Schema, flatten, nest, selected_paths
 from trajstore.store.snapshot import Snapshot
-from trajstore.store.store import Store, Url, create
+from trajstore.store.store import Store, Url, create_imported
 from trajstore.store.store import open as open_store
 from trajstore.writing.writer import Writer
 
@@ -111,7 +111,7 @@ def import_episodes(
     """
     keys, schema = _read_keys(reader), _add_key_column(reader.schema)
     try:
-        store = create(url, schema, exist_ok=resume, storage_options=storage_options, fsync=fsync)
+        store = create_imported(url, schema, exist_ok=resume, storage_options=storage_options, fsync=fsync)
     except SchemaError as error:
         raise StoreExistsError(f"{reader.display} can't be imported into the store: {error}") from error
     committed, unended = _find_committed(store.snapshot)

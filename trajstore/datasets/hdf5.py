@@ -23,7 +23,7 @@ _MAX_METADATA_VALUE_BYTES = MAX_METADATA_BYTES // 2  # base64 takes a third more
 
 
 def import_h5py() -> Any:
-    return import_optional("h5py", "HDF5 files need h5py: pip install 'trajstore[hdf5]'")
+    return import_optional("h5py", "HDF5 files need h5py: pip install h5py")
 
 
 def open_file(path: str | os.PathLike[str]) -> Any:

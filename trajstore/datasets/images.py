@@ -14,9 +14,7 @@ from trajstore.schema import Array
 
 
 def import_pillow() -> Any:
-    return import_optional(
-        "PIL.Image", "encoded images need Pillow: pip install 'trajstore[lerobot]' or 'trajstore[minari]'"
-    )
+    return import_optional("PIL.Image", "encoded images need Pillow: pip install pillow")
 
 
 def decode_images(path: str, images: Iterable[Any], shape: tuple[int, ...], image_format: str) -> Array:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trajstore.distributed.rank_group import RankGroup, rank_names
+from trajstore.distributed.rank_notes import TorchNotes
 from trajstore.distributed.request_notes import (
     CheckpointRequest,
     OutsideRequest,
@@ -73,8 +74,12 @@ class CheckpointRequests:
         self._has_ended = False  # the thread, by an error
         self._n_waiting = 0
         self._stopping = threading.Event()
-        # Not a daemon thread: it ends after the main thread. Killing it inside torch's store aborts the process.
-        self._thread = threading.Thread(target=self._run, name="trajstore-checkpoint-requests", daemon=False)
+        # Killing the thread inside torch's store aborts the process, so there the process waits until it has ended.
+        self._thread = threading.Thread(
+            target=self._run,
+            name="trajstore-checkpoint-requests",
+            daemon=not isinstance(group.notes, TorchNotes),
+        )
 
     def start(self, *, is_back: bool) -> None:
         """Start to check for requests.

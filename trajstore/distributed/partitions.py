@@ -166,7 +166,7 @@ class Partitions:
         try:
             import pandas as pd
         except ImportError as error:
-            raise MissingExtraError("to_pandas needs pandas: pip install 'trajstore[pandas]'") from error
+            raise MissingExtraError("to_pandas needs pandas: pip install pandas") from error
         names = ("episode", "t", "length", "holder", "source_rank", "source_env", "rank", "env")
         frame: dict[str, Any] = {"stream": pd.Categorical.from_codes(self.stream, pd.Index(self.streams))}
         frame |= {name: getattr(self, name) for name in names}

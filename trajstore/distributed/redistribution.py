@@ -20,8 +20,9 @@ from trajstore.schema import Array
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
 from trajstore.store.checkpoints import Checkpoint, parts_of
+from trajstore.store.schema_objects import read_schema
 from trajstore.store.snapshot import Snapshot
-from trajstore.store.store import Url, read_schema
+from trajstore.store.store import Url
 from trajstore.store.store import open as open_store
 
 _MAX_THREADS = 16

@@ -80,7 +80,7 @@ def put_world(storage: Storage, world: str, size: int, checkpoint: str | None, *
         "checkpoint": checkpoint,
         "created_at": time.time(),
     }
-    storage.put_once("worlds/zarr.json", to_json_bytes(GROUP))
+    storage.put("worlds/zarr.json", to_json_bytes(GROUP))
     storage.put(world_key(world), group_bytes(record))
     if is_joined:
         _remove_old_worlds(storage)

@@ -64,6 +64,7 @@ class ArrayLayout:
     attributes: tuple[tuple[str, Any], ...] = ()
     shard_rows: int | None = None  # rows in a shard object; None when every chunk is its own object
     index_at_start: bool = True
+    dimensions: tuple[str, ...] | None = None  # names of the axes, for other programs; None: not named
 
     @staticmethod
     def of(spec: Field, commit_steps: int | None = None) -> ArrayLayout:
@@ -137,6 +138,7 @@ class ArrayLayout:
         if self.shard_rows is not None:
             codecs = [self._sharding_codec(chunk_shape, inner)]
             chunk_shape = [self.shard_rows, *self.row_shape]
+        named = {} if self.dimensions is None else {"dimension_names": list(self.dimensions)}
         return {
             "zarr_format": 3,
             "node_type": "array",
@@ -148,7 +150,15 @@ class ArrayLayout:
             "codecs": codecs,
             "attributes": dict(self.attributes),
             "storage_transformers": [],
-        }
+        } | named
+
+    def with_axes(self, rows: str, prefix: str) -> ArrayLayout:
+        """The same with named axes: ``rows``, then ``<prefix>:0``, ``<prefix>:1`` and so on.
+
+        No field has a colon in its name. An axis with the name of a field would be taken for its coordinate.
+        """
+        axes = (f"{prefix}:{i}" for i in range(len(self.row_shape)))
+        return replace(self, dimensions=(rows, *axes))
 
     def _bytes_codec(self) -> dict[str, Any]:
         if self.dtype.itemsize == 1:
@@ -204,8 +214,18 @@ def _parse_array(data: Any) -> tuple[ArrayLayout, int]:
         parse_bounded_integer(chunk_shape[0], 1, MAX_CHUNK_BYTES),
         Codec("none"),
         tuple(attributes.items()),
+        dimensions=_parse_dimensions(data.get("dimension_names"), len(shape)),
     )
     return _with_codecs(layout, data["codecs"]), parse_bounded_integer(shape[0], 0, MAX_ROWS)
+
+
+def _parse_dimensions(names: Any, n_axes: int) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    is_valid = isinstance(names, list) and len(names) == n_axes and all(isinstance(name, str) for name in names)
+    if not is_valid:
+        raise FormatError(f"dimension names {names!r:.80}: expected {n_axes} texts")
+    return tuple(names)
 
 
 def _with_codecs(layout: ArrayLayout, codecs: list[dict[str, Any]]) -> ArrayLayout:

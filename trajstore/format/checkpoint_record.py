@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trajstore.errors import CorruptionError, DataError, FormatError
+from trajstore.errors import DataError, FormatError
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.commit_record import CommitRecord, Replaces, SessionView, stream_layouts
+from trajstore.format.commit_record import CommitRecord, Replaces, StreamExtent, stream_layouts
 from trajstore.format.json_values import (
     parse_count,
     parse_id,
@@ -29,54 +29,6 @@ from trajstore.format.zarr_json import (
     with_checksum,
 )
 from trajstore.schema import Schema
-
-
-@dataclass(frozen=True, slots=True)
-class StreamExtent:
-    """The part of one stream that a checkpoint shows: rows ``[first, stop)`` of its first ``spans`` spans.
-
-    Attributes:
-        first: First row.
-        stop: Row after the last one.
-        spans: Number of spans, from the stream's first.
-        text_bytes: Bytes of the stream's text.
-        record: The stream's record, truncated to this extent; None if the stream may still grow, so that its own
-            record must be read.
-        discarded: Numbers of the episodes that are not shown.
-    """
-
-    first: int
-    stop: int
-    spans: int
-    text_bytes: int
-    record: CommitRecord | None = None
-    discarded: tuple[int, ...] = ()
-
-    def truncate(self, record: CommitRecord) -> CommitRecord:
-        """The stream's record as if the stream ended with this extent.
-
-        Arrays only grow, so their prefixes are what they were when the checkpoint was taken.
-
-        Raises:
-            CorruptionError: The stream has fewer rows, spans or text than this extent.
-        """
-        expected, got = (self.stop, self.spans, self.text_bytes), (record.rows, record.spans, record.text_bytes)
-        if any(wanted > present for wanted, present in zip(expected, got, strict=True)):
-            raise CorruptionError(
-                f"stream '{record.id}': expected at least (rows, spans, text bytes) {expected}, got {got}"
-            )
-        discarded = {record.shown_as: self.discarded} if self.discarded else {}
-        return replace(
-            record,
-            rows=self.stop,
-            spans=self.spans,
-            text_bytes=self.text_bytes,
-            first_row=self.first,
-            is_sealed=True,
-            view=SessionView(discarded=discarded),
-            columns={},
-            layouts={path: a for path, a in record.layouts.items() if not path.startswith("columns/")},
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +118,7 @@ class _StreamKinds:
 
 def _extent_to_json(extent: StreamExtent, kinds: _StreamKinds) -> dict[str, Any]:
     record = None if extent.record is None else extent.truncate(extent.record)
-    return {
-        "first": extent.first,
-        "stop": extent.stop,
-        "spans": extent.spans,
-        "text_bytes": extent.text_bytes,
-        "discarded": list(extent.discarded),
-        "record": None if record is None else _record_to_json(record, kinds),
-    }
+    return extent.to_json() | {"record": None if record is None else _record_to_json(record, kinds)}
 
 
 def _record_to_json(record: CommitRecord, kinds: _StreamKinds) -> dict[str, Any]:
@@ -253,13 +198,7 @@ def _parse_kind(data: Mapping[str, Any]) -> CommitRecord:
 
 
 def _parse_extent(stream: str, data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> StreamExtent:
-    first, stop, n_spans, text_bytes = (
-        parse_count(data[name]) for name in ("first", "stop", "spans", "text_bytes")
-    )
-    discarded = tuple(parse_count(number) for number in data["discarded"])
-    extent = StreamExtent(first, stop, n_spans, text_bytes, discarded=discarded)
-    if extent.first > extent.stop:
-        raise FormatError(f"stream '{stream}': expected first <= stop, got rows {extent.first} to {extent.stop}")
+    extent = StreamExtent.from_json(data, stream)
     if data["record"] is None:
         return extent
     return replace(extent, record=extent.truncate(_parse_record(stream, extent, data["record"], kinds)))

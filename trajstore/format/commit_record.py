@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.errors import FormatError, SchemaError
+from trajstore.errors import CorruptionError, FormatError, SchemaError
 from trajstore.format.argument_checks import check_count, check_mark_advances, check_stream_ids
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.codec import Codec
@@ -167,6 +167,8 @@ class DerivedColumnState:
             ArrayLayout.of(replace(value, chunk_rows=n)) for n in (n_rows, min(n_rows, _SPAN_CHUNK_ROWS))
         )
         rows = ArrayLayout(np.dtype("int64"), (), _SPAN_CHUNK_ROWS, Codec.parse("blosc-lz4:5"))
+        values, changes = values.with_axes("row", "value"), changes.with_axes("change", "value")
+        rows = rows.with_axes("change", "row")
         return dict(zip(self.lengths(target, name), (values, rows, changes) * 2, strict=True))
 
 
@@ -199,6 +201,9 @@ class CommitRecord:
     view: SessionView = field(default_factory=SessionView)
     replaces: Replaces | None = None
     columns: DerivedColumnStates = field(default_factory=dict)
+    continues: Mapping[str, StreamExtent] | None = (
+        None  # what its world shows of older streams; None: it resumed none
+    )
 
     @property
     def shown_as(self) -> str:
@@ -246,7 +251,7 @@ class CommitRecord:
             "committed_at": self.committed_at,
             "rank": self.rank,
             "world_size": self.world_size,
-            "lineage": {"world": self.world, "checkpoint": self.checkpoint},
+            "lineage": {"world": self.world, "checkpoint": self.checkpoint} | self._continued(),
             "first_row": self.first_row,
             "view": self.view.to_json(),
             "replaces": self.replaces.to_json() if self.replaces else None,
@@ -257,6 +262,11 @@ class CommitRecord:
         }
         consolidated = {"kind": "inline", "must_understand": False, "metadata": self.nodes()}
         return with_checksum(GROUP | {"attributes": {"trajstore": own}, "consolidated_metadata": consolidated})
+
+    def _continued(self) -> dict[str, Any]:
+        if self.continues is None:
+            return {}
+        return {"streams": {stream: extent.to_json() for stream, extent in self.continues.items()}}
 
     @staticmethod
     def from_bytes(data: bytes, stream_id: str, where: str) -> CommitRecord:
@@ -285,9 +295,86 @@ class CommitRecord:
         return record
 
 
+@dataclass(frozen=True, slots=True)
+class StreamExtent:
+    """The part of one stream that a checkpoint or a lineage shows: rows ``[first, stop)`` of its first spans.
+
+    Attributes:
+        first: First row.
+        stop: Row after the last one.
+        spans: Number of spans, from the stream's first.
+        text_bytes: Bytes of the stream's text.
+        record: The stream's record, truncated to this extent; None if the stream may still grow, so that its own
+            record must be read.
+        discarded: Numbers of the episodes that are not shown.
+    """
+
+    first: int
+    stop: int
+    spans: int
+    text_bytes: int
+    record: CommitRecord | None = None
+    discarded: tuple[int, ...] = ()
+
+    def truncate(self, record: CommitRecord) -> CommitRecord:
+        """The stream's record as if the stream ended with this extent.
+
+        Arrays only grow, so their prefixes are what they were when the checkpoint was taken.
+
+        Raises:
+            CorruptionError: The stream has fewer rows, spans or text than this extent.
+        """
+        expected, got = (self.stop, self.spans, self.text_bytes), (record.rows, record.spans, record.text_bytes)
+        if any(wanted > present for wanted, present in zip(expected, got, strict=True)):
+            raise CorruptionError(
+                f"stream '{record.id}': expected at least (rows, spans, text bytes) {expected}, got {got}"
+            )
+        discarded = {record.shown_as: self.discarded} if self.discarded else {}
+        return replace(
+            record,
+            rows=self.stop,
+            spans=self.spans,
+            text_bytes=self.text_bytes,
+            first_row=self.first,
+            is_sealed=True,
+            view=SessionView(discarded=discarded),
+            continues=None,
+            columns={},
+            layouts={path: a for path, a in record.layouts.items() if not path.startswith("columns/")},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it but the record."""
+        return {
+            "first": self.first,
+            "stop": self.stop,
+            "spans": self.spans,
+            "text_bytes": self.text_bytes,
+            "discarded": list(self.discarded),
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any], stream: str) -> StreamExtent:
+        first, stop, n_spans, text_bytes = (
+            parse_count(data[name]) for name in ("first", "stop", "spans", "text_bytes")
+        )
+        discarded = tuple(parse_count(number) for number in data["discarded"])
+        extent = StreamExtent(first, stop, n_spans, text_bytes, discarded=discarded)
+        if extent.first > extent.stop:
+            raise FormatError(
+                f"stream '{stream}': expected first <= stop, got rows {extent.first} to {extent.stop}"
+            )
+        return extent
+
+
 def stream_layouts(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:
     """The arrays of a new stream, by path: one per field, and three for the spans."""
-    layouts = {f"steps/{path}": ArrayLayout.of(spec, commit_steps) for path, spec in schema.fields.items()}
+    has_step = any("step" in path.split("/") for path in schema.fields)
+    rows = "step:row" if has_step else "step"
+    layouts = {
+        f"steps/{path}": ArrayLayout.of(spec, commit_steps).with_axes(rows, path.replace("/", "."))
+        for path, spec in schema.fields.items()
+    }
     numbers = Codec.parse("blosc-lz4:5")
     for name, dtype, columns in (
         ("ints", "int64", int_columns(schema)),
@@ -295,8 +382,9 @@ def stream_layouts(schema: Schema, commit_steps: int | None = None) -> dict[str,
     ):
         layouts[f"spans/{name}"] = ArrayLayout(
             np.dtype(dtype), (len(columns),), _SPAN_CHUNK_ROWS, numbers, _span_attributes(name, columns)
-        )
-    layouts["spans/text"] = ArrayLayout(np.dtype("uint8"), (), _TEXT_CHUNK_BYTES, Codec.parse("zstd:1"))
+        ).with_axes("span", name)
+    text = ArrayLayout(np.dtype("uint8"), (), _TEXT_CHUNK_BYTES, Codec.parse("zstd:1"))
+    layouts["spans/text"] = text.with_axes("byte", "text")
     return layouts
 
 
@@ -316,6 +404,12 @@ def _parse_columns(data: Mapping[str, Any]) -> dict[str, dict[str, DerivedColumn
         parse_id(target): {name: DerivedColumnState.from_json(state) for name, state in named.items()}
         for target, named in data.items()
     }
+
+
+def _parse_continued(data: Mapping[str, Any] | None) -> dict[str, StreamExtent] | None:
+    if data is None:
+        return None
+    return {parse_id(stream): StreamExtent.from_json(extent, stream) for stream, extent in data.items()}
 
 
 def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
@@ -352,6 +446,7 @@ def _parse(own: dict[str, Any], metadata: dict[str, Any]) -> CommitRecord:
         view=SessionView.from_json(own["view"]),
         replaces=Replaces.from_json(own["replaces"]) if own["replaces"] is not None else None,
         columns=columns,
+        continues=_parse_continued(own["lineage"].get("streams")),
     )
     for path, (_, rows) in arrays.items():
         if rows != record.length(path):

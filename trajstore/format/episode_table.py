@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trajstore.errors import CorruptionError, EpisodeNotFoundError, MissingExtraError
+from trajstore.errors import CorruptionError, EpisodeNotFoundError
+from trajstore.format.derived_summaries import SUMMARIES, DerivedValues, EpisodeRows, summarize
+from trajstore.format.episode_frame import to_frame
 from trajstore.format.handles import EpisodeKey
 from trajstore.format.spans import END_LABELS, End, VisibleSpans, join_spans_by_episode, span_table
 from trajstore.schema import Array, Schema
@@ -38,6 +40,9 @@ class EpisodeTable:
         parts: The visible spans of each stream.
         schema: The schema; None if the store has none yet.
         read_text: Reads bytes ``[start, stop)`` of a stream's text: called with the stream's position, start, stop.
+        is_history: Also list evicted episodes, and count evicted steps in ``length``. The columns ``is_evicted``
+            and ``is_abandoned`` say which these are; parts with stream numbers past the last stream are abandoned.
+        derived: The derived columns; None: there are none.
     """
 
     def __init__(
@@ -46,13 +51,20 @@ class EpisodeTable:
         parts: Sequence[VisibleSpans],
         schema: Schema | None,
         read_text: Callable[[int, int, int], bytes],
+        *,
+        is_history: bool = False,
+        derived: DerivedValues | None = None,
     ) -> None:
-        self._streams = np.array(streams, dtype=object)
+        self._derived = derived
+        self._is_history = is_history
+        self._n_streams = len(streams)
+        self._streams = np.array([*streams, *streams] if is_history else streams, dtype=object)
         self._schema = schema
         self._read_text = read_text
-        joined = join_spans_by_episode(span_table(parts, schema))
+        joined = join_spans_by_episode(span_table(parts, schema), keeps_evicted=is_history)
         self._spans = joined.columns
         self._first, self._last, self._rows = joined.first, joined.last, joined.n_rows
+        self._n_evicted = joined.n_evicted if is_history else np.zeros(len(joined.first), np.int64)
 
     def __len__(self) -> int:
         return len(self._first)
@@ -60,9 +72,10 @@ class EpisodeTable:
     @property
     def columns(self) -> tuple[str, ...]:
         declared = tuple(self._schema.episode) if self._schema else ()
+        history = ("is_evicted", "is_abandoned") if self._is_history else ()
         return (
             "stream", "episode", "env", "length", "end", "return",
-            "has_final", "is_headless", "time", *declared, "metadata",
+            "has_final", "is_headless", *history, "time", *declared, "metadata",
         )  # fmt: skip
 
     def __getitem__(self, name: str) -> Array:
@@ -79,11 +92,38 @@ class EpisodeTable:
             "is_headless": lambda: self._spans["t_start"][self._first] > 0,
             "metadata": lambda: self._objects([self._without_declared(text) for text in self._texts()]),
         }
+        if self._is_history:
+            derived["is_evicted"] = lambda: self._is_evicted
+            derived["is_abandoned"] = lambda: self._is_abandoned
         if name in derived:
             return derived[name]()
-        if self._schema is None or name not in self._schema.episode:
-            raise KeyError(f"no episode column {name!r}; the table has {', '.join(self.columns)}")
-        return self._declared(name, self._schema)
+        if self._schema is not None and name in self._schema.episode:
+            return self._declared(name, self._schema)
+        if name in self.summaries:
+            return self._summary(name)
+        known = ", ".join((*self.columns, *self.summaries))
+        raise KeyError(
+            f"no episode column {name!r}; the table has {known}. Values of metadata= that the schema does not"
+            " declare are in 'metadata', a dict for each episode; declare columns with Schema(..., episode={...})"
+        )
+
+    @property
+    def summaries(self) -> tuple[str, ...]:
+        """Columns computed from derived columns, such as ``priority.mean`` and ``priority.sum``.
+
+        They are read when they are asked for, and are taken over the steps that have a stored value.
+        """
+        names = self._derived.names if self._derived is not None else ()
+        return tuple(f"{name}.{how}" for name in names for how in SUMMARIES)
+
+    def _summary(self, name: str) -> Array:
+        assert self._derived is not None
+        column, _, how = name.rpartition(".")
+        spans = self._spans
+        stop = spans["row_stop"].copy()
+        stop[self._last] -= spans["has_final"][self._last]  # a final row is not a step
+        rows = EpisodeRows(spans["source"], spans["row_start"], stop, self._first, self._last)
+        return summarize(how, self._derived.numbers(column), rows)
 
     @property
     def stream_positions(self) -> Array:
@@ -95,8 +135,18 @@ class EpisodeTable:
         return column
 
     def _lengths(self) -> Array:
-        lengths: Array = self._rows - self._last_span("has_final")
+        lengths: Array = self._rows + self._n_evicted - self._last_span("has_final")
         return lengths
+
+    @property
+    def _is_evicted(self) -> Array:
+        is_evicted: Array = (self._n_evicted > 0) & (self._rows == 0)
+        return is_evicted
+
+    @property
+    def _is_abandoned(self) -> Array:
+        is_abandoned: Array = self._last_span("stream") >= self._n_streams
+        return is_abandoned
 
     def _declared(self, name: str, schema: Schema) -> Array:
         bit = list(schema.episode).index(name)
@@ -197,13 +247,16 @@ class EpisodeTable:
             "stream": str(self._streams[self._spans["stream"][k]]),
             "episode": int(self._spans["episode"][k]),
             "env": int(self._spans["env"][k]),
-            "length": int(self._rows[i] - self._spans["has_final"][k]),
+            "length": int(self._rows[i] + self._n_evicted[i] - self._spans["has_final"][k]),
             "end": End(int(self._spans["end"][k])).label,
             "return": float(self._spans["return"][k]),
             "has_final": bool(self._spans["has_final"][k]),
             "is_headless": bool(self._spans["t_start"][self._first[i]] > 0),
             "time": float(self._spans["time"][k]),
         }
+        if self._is_history:
+            values["is_evicted"] = bool(self._n_evicted[i] > 0 and self._rows[i] == 0)
+            values["is_abandoned"] = bool(self._spans["stream"][k] >= self._n_streams)
         for bit, (name, kind) in enumerate(declared.items()):
             is_present = bool((self._spans["present"][k] >> bit) & 1)
             value = text.get(name) if kind == "str" else self._spans[name][k].item()
@@ -214,29 +267,22 @@ class EpisodeTable:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self.row(i) for i in range(len(self)))
 
-    def to_pandas(self) -> pd.DataFrame:
-        """The table as a pandas DataFrame; absent values of declared columns become ``<NA>``.
+    def to_pandas(self, *, derived: bool = False) -> pd.DataFrame:
+        """The table as a pandas DataFrame, which pandas can write to any of its formats.
+
+        ``time`` is a UTC datetime. Absent values of declared columns become ``<NA>``. Instead of ``metadata`` there
+        is a column for each key of free metadata (``metadata.<key>`` if the name is taken): numbers, text and bools
+        as such; lists, objects and values of several types as JSON text.
+
+        Args:
+            derived: Also read the derived columns, and add their `summaries`.
 
         Raises:
             MissingExtraError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise MissingExtraError("to_pandas needs pandas: pip install 'trajstore[pandas]'") from error
-        nullable = {"bool": "boolean", "int64": "Int64", "float64": "Float64"}
-        declared = self._schema.episode if self._schema else {}
-        data: dict[str, Any] = {}
-        for name in self.columns:
-            column = self[name]
-            if name in ("stream", "end"):
-                data[name] = pd.Categorical(column)
-            elif isinstance(column, np.ma.MaskedArray):
-                series = pd.Series(column.data, dtype=nullable[declared[name]])
-                data[name] = series.mask(np.ma.getmaskarray(column))
-            else:
-                data[name] = column
-        return pd.DataFrame(data)
+        names = [name for name in self.columns if name != "metadata"]
+        columns = {name: self[name] for name in (*names, *(self.summaries if derived else ()))}
+        return to_frame(columns, self._schema.episode if self._schema else {}, self["metadata"].tolist())
 
     def __repr__(self) -> str:
         return f"<EpisodeTable {len(self)} episodes, {int(self._lengths().sum())} steps>"

@@ -135,6 +135,10 @@ class Spans:
     def __len__(self) -> int:
         return len(self.ints)
 
+    def first(self, n: int) -> Spans:
+        """The first ``n`` of them."""
+        return self if n >= len(self) else Spans(self.ints[:n], self.floats[:n])
+
 
 def check_spans(spans: Spans, rows: int, text_bytes: int) -> None:
     """Refuse spans that overlap, or that name rows or text outside the stream's committed ones.
@@ -176,6 +180,8 @@ class VisibleSpans:
     is_finished: bool  # sealed or declared dead: its open episodes read as cut
     hidden: tuple[tuple[int, int], ...] = ()  # row ranges that other streams replace
     discarded: frozenset[int] = frozenset()  # episodes that are not shown
+    limit: int | None = None  # spans after this many are abandoned; None: none is
+    n_skipped: int = 0  # spans before this many are not shown
 
     def after(self, n: int) -> VisibleSpans:
         """The same, without the first ``n`` spans."""
@@ -190,6 +196,7 @@ class EpisodeSpans:
     first: Array
     last: Array
     n_rows: Array  # by episode: rows that are not evicted
+    n_evicted: Array  # by episode: rows that are
     first_t: Array  # by episode: t of the first such row
 
     def select(self, chosen: Array) -> dict[str, Array]:
@@ -216,23 +223,23 @@ def expand_ranges(start: Array, stop: Array) -> tuple[Array, Array]:
     return owner, number + start[owner]
 
 
-def join_spans_by_episode(columns: dict[str, Array]) -> EpisodeSpans:
-    """Sort spans by episode and time; episodes that are evicted entirely are left out."""
+def join_spans_by_episode(columns: dict[str, Array], *, keeps_evicted: bool = False) -> EpisodeSpans:
+    """Sort spans by episode and time; episodes that are evicted entirely are left out, unless they are kept."""
     order = _episode_order(columns)
     if order is not None:
         columns = {name: column[order] for name, column in columns.items()}
     n_rows = columns["row_stop"] - columns["row_start"]
     if not len(n_rows):
-        return EpisodeSpans(columns, n_rows, n_rows, n_rows, n_rows)
+        return EpisodeSpans(columns, n_rows, n_rows, n_rows, n_rows, n_rows)
     is_first = np.ones(len(n_rows), bool)
     is_first[1:] = (np.diff(columns["stream"]) != 0) | (np.diff(columns["episode"]) != 0)
     first = np.flatnonzero(is_first)
     last = np.append(first[1:], len(n_rows)) - 1
     rows, n_evicted = np.add.reduceat(n_rows, first), np.add.reduceat(columns["n_evicted"], first)
-    is_left = (rows > 0) | (n_evicted == 0)
+    is_left = (rows > 0) | (n_evicted == 0) | keeps_evicted
     # An episode's rows are evicted from its start, span after span.
     first_t = (columns["t_start"] - columns["n_evicted"])[first] + n_evicted
-    return EpisodeSpans(columns, first[is_left], last[is_left], rows[is_left], first_t[is_left])
+    return EpisodeSpans(columns, first[is_left], last[is_left], rows[is_left], n_evicted[is_left], first_t[is_left])
 
 
 def span_table(parts: Sequence[VisibleSpans], schema: Schema | None) -> dict[str, Array]:
@@ -261,7 +268,7 @@ def _visible(part: VisibleSpans) -> dict[str, Array]:
     n = len(ints)
     columns["stream"] = np.full(n, part.stream, np.int64)
     columns["source"] = np.full(n, part.source, np.int64)
-    keep = np.ones(n, bool)
+    keep = np.arange(n) >= part.n_skipped
     for start, stop in part.hidden:
         keep &= (columns["row_start"] < start) | (columns["row_start"] >= stop)
     n_evicted = np.clip(part.first_row, columns["row_start"], columns["row_stop"]) - columns["row_start"]

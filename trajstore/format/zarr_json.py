@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, UnknownFormatError
 from trajstore.format.codec import crc32c
 
 FORMAT = 1
@@ -71,14 +71,15 @@ def trajstore_attributes(data: Mapping[str, Any], kind: str, what: str) -> dict[
     """The ``trajstore`` attributes of a group.
 
     Raises:
-        FormatError: It has none, or they are of another kind or of a format that this version does not read.
+        FormatError: It has none, or they are of another kind.
+        UnknownFormatError: They are of a format that this version does not read.
     """
     attributes = data.get("attributes")
     own = attributes.get("trajstore") if isinstance(attributes, dict) else None
     if not isinstance(own, dict) or data.get("node_type") != "group":
         raise FormatError(f"{what} is not part of a trajstore store")
     if own.get("format") != FORMAT:
-        raise FormatError(
+        raise UnknownFormatError(
             f"{what} has format {own.get('format')!r}, this trajstore reads format {FORMAT}; upgrade trajstore"
         )
     if own.get("kind") != kind:

@@ -27,9 +27,13 @@ from trajstore.errors import MissingExtraError
 try:
     import ray  # noqa: F401
 except ImportError as error:
-    raise MissingExtraError("trajstore.ray needs ray 2.40 or newer: pip install 'trajstore[ray]'") from error
+    raise MissingExtraError("trajstore.ray needs ray 2.40 or newer: pip install 'ray[data]>=2.40'") from error
 
 from trajstore.ray.service import RayReplayBuffer
 from trajstore.ray.writer import RayWriter
 
 __all__ = ["RayReplayBuffer", "RayWriter"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -65,6 +65,11 @@ class BlockSender:
         """The name that the actor knows this writer by; a new epoch is a new writer for it."""
         return f"{self._id}.{self._epoch}"
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether all blocks that were sent are durable or counted as lost, and no error is left to raise."""
+        return not (self._in_flight or self._unconfirmed or self._errors)
+
     def raise_pending(self) -> None:
         """Raise the oldest error that the actor answered with, once."""
         if self._errors:

@@ -16,7 +16,7 @@ from ray.data.datasource import Datasink
 from trajstore.errors import DataError
 from trajstore.ray.episode_source import TABLE_COLUMNS
 from trajstore.schema import Schema, nest
-from trajstore.store.store import Url, create
+from trajstore.store.store import Url, create_imported
 from trajstore.store.store import open as open_store
 from trajstore.writing.writer import Writer
 
@@ -49,7 +49,7 @@ class EpisodeSink(Datasink[WrittenStream]):
         self._name = f"{name}-{uuid.uuid4().hex[:12]}"  # only streams of this job have this name
 
     def on_write_start(self, schema: Any = None) -> None:
-        create(self._url, self._schema, exist_ok=True, **self._store_options)
+        create_imported(self._url, self._schema, exist_ok=True, **self._store_options)
 
     def write(self, blocks: Iterable[Block], ctx: Any) -> WrittenStream:
         """Write the rows of one task as one stream, with a single commit."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trajstore.arguments import check_positive
-from trajstore.errors import RankError
+from trajstore.errors import RankError, StoreNotFoundError
 from trajstore.replay.buffer import ReplayBuffer
 from trajstore.replay.options import PartitionChanges, ReplayOptions, check_options
 from trajstore.schema import Schema
@@ -82,7 +82,9 @@ def open_partition(spec: ServiceSpec, rank: int, *, is_restart: bool) -> ReplayB
     # Ranks meet through the store even if there is only one, so that a restarted actor can find its world.
     options: dict[str, Any] = {**spec.options, "rank": rank, "world_size": spec.n_actors, "through": "store"}
     if is_restart:
-        with contextlib.suppress(RankError):  # it died before it had joined
+        with contextlib.suppress(
+            RankError, StoreNotFoundError
+        ):  # it died before it had joined, or created the store
             return ReplayBuffer.rejoin(spec.url, **place, **options)
     if spec.checkpoint is not None:
         return ReplayBuffer.resume(spec.url, spec.checkpoint, **place, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
@@ -15,9 +14,13 @@ from trajstore.errors import ClosedError, DataError
 from trajstore.format.handles import Handle, Handles
 from trajstore.format.spans import End
 from trajstore.ray.block_sender import BlockSender
+from trajstore.ray.outbox import Outbox
 from trajstore.ray.rollout_blocks import copy_values, end_flags
 from trajstore.ray.staged_calls import StagedCalls
-from trajstore.writing.open_episodes import Flags, OpenEpisodes, check_ends, end_of
+from trajstore.schema import Array, flatten, nest
+from trajstore.writing.append_calls import Envs
+from trajstore.writing.autoreset import Autoreset, as_envs
+from trajstore.writing.open_episodes import Flags, OpenEpisodes, RolloutPositions, check_ends, end_of
 from trajstore.writing.validation import Step, leading_shape
 
 
@@ -47,8 +50,9 @@ class RayWriter:
         self._staged = StagedCalls(block_steps, block_bytes, block_s)
         self._episodes = OpenEpisodes()  # as this writer counts them
         self._n_reported = 0  # lost steps that flush has returned
-        self._is_closed = False
-        self._lock = threading.RLock()
+        self._outbox = Outbox(self._sender, self._staged)
+        self._lock = self._outbox.lock
+        self._outbox.register(self, f"RayWriter to {actor!r}")
 
     @property
     def n_lost(self) -> int:
@@ -63,33 +67,60 @@ class RayWriter:
         step: Step,
         *,
         env: int | None = None,
-        envs: Iterable[int] | None = None,
+        envs: Envs | None = None,
         terminated: Flags = None,
         truncated: Flags = None,
         final: Step | None = None,
+        autoreset: Autoreset | None = None,
     ) -> Handle | Handles:
         """Append one step of one environment, or of several at once; see `ReplayBuffer.append`.
 
         Returns:
-            The episode and t of each step, as this writer counts them. The stream of the handle is empty, because
+            The episode and t of each step, as this writer counts them; -1 where an environment only reset itself
+            and nothing is stored. The stream of the handle is empty, because
             the actor decides later where a step is stored.
         """
         with self._call():
             if envs is not None and env is not None:
                 raise DataError("give either env or envs, not both")
-            if envs is None:
-                which = np.array([self._episodes.check_env(0 if env is None else env)])
-                ends = np.array([int(end_of(terminated, truncated, End.OPEN))])
-            else:
-                which = self._episodes.check_envs(envs)
-                ends = check_ends(terminated, truncated, which.shape)
-            self._staged.add_step(which, envs is not None, step, ends, final)
-            block = self._episodes.step(which)
-            self._episodes.episode[which[ends != End.OPEN]] = -1
-            self._send_if_due()
             if envs is not None:
-                return Handles("", block.episode, block.t)
+                return self._append_steps(step, *as_envs(envs, autoreset), terminated, truncated, final)
+            which = np.array([self._episodes.check_env(0 if env is None else env)])
+            ends = np.array([int(end_of(terminated, truncated, End.OPEN))])
+            block = self._add_step(which, step, ends, final, is_vector=False)
             return Handle("", int(block.episode[0]), int(block.t[0]))
+
+    def _append_steps(
+        self,
+        step: Step,
+        envs: Iterable[int],
+        mode: Autoreset | None,
+        terminated: Flags,
+        truncated: Flags,
+        final: Step | None,
+    ) -> Handles:
+        which = self._episodes.check_envs(envs)
+        ends = check_ends(terminated, truncated, which.shape)
+        resetting = self._episodes.has_ended[which] if mode == "next_step" else np.zeros(len(which), bool)
+        if not resetting.any():
+            block = self._add_step(which, step, ends, final)
+            return Handles("", block.episode, block.t)
+        kept = np.flatnonzero(~resetting)
+        episode, t = np.full(len(which), -1), np.full(len(which), -1)
+        if len(kept):
+            block = self._add_step(which[kept], _rows(step, kept), ends[kept], _rows(final, kept))
+            episode[kept], t[kept] = block.episode, block.t
+        self._episodes.forget_ends(which[resetting])
+        return Handles("", episode, t)
+
+    def _add_step(
+        self, which: Array, step: Step, ends: Array, final: Step | None, *, is_vector: bool = True
+    ) -> RolloutPositions:
+        self._staged.add_step(which, is_vector, step, ends, final)
+        block = self._episodes.step(which)
+        self._episodes.end(which[ends != End.OPEN])
+        self._send_if_due()
+        return block
 
     def add_episode(
         self,
@@ -113,16 +144,22 @@ class RayWriter:
         self,
         data: Step,
         *,
-        envs: Iterable[int] | None = None,
+        envs: Envs | None = None,
         terminated: Flags = None,
         truncated: Flags = None,
         final: Step | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Handles:
-        """Append a ``[T, B]`` block: T steps of B environments; see `ReplayBuffer.extend` and `append`."""
+        """Append a ``[T, B]`` block: T steps of B environments; see `ReplayBuffer.extend` and `append`.
+
+        Steps in which environments reset themselves must not be in the block.
+        """
         with self._call():
             shape = leading_shape(data, 2)
-            which = self._episodes.check_envs(range(shape[1]) if envs is None else envs)
+            numbers, mode = (range(shape[1]), None) if envs is None else as_envs(envs)
+            if mode == "next_step":
+                raise DataError("extend: the block would hold steps that reset environments; use append instead")
+            which = self._episodes.check_envs(numbers)
             if len(which) != shape[1]:
                 raise DataError(f"rollout: {len(which)} envs, but the data has {shape[1]} columns")
             ends = check_ends(terminated, truncated, shape)
@@ -151,7 +188,7 @@ class RayWriter:
         with self._call():
             self._episodes.open_episode(env)
             self._staged.add_call("end_episode", (env,), {"final": copy_values(final), **arguments})
-            self._episodes.episode[env] = -1
+            self._episodes.end(env)
 
     def abort_episode(self, env: int = 0) -> None:
         """Give up the open episode of an environment; its steps are no longer sampled."""
@@ -168,17 +205,13 @@ class RayWriter:
             some.
         """
         with self._call():
-            self._send()
-            self._sender.flush()
+            self._outbox.flush()
             n_lost, self._n_reported = self.n_lost - self._n_reported, self.n_lost
             return n_lost
 
     def close(self) -> None:
         """Flush, and close the writer. An open episode reads as cut once the service is closed."""
-        if not self._is_closed:
-            self.flush()
-            self._is_closed = True
-            self._sender.close()
+        self._outbox.close()
 
     def __enter__(self) -> RayWriter:
         return self
@@ -188,23 +221,28 @@ class RayWriter:
     ) -> None:
         if error is None:
             self.close()
+        else:
+            self._outbox.abandon()
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Hold the lock during a call, after raising the error of an earlier one."""
         with self._lock:
-            if self._is_closed:
+            if self._outbox.is_closed:
                 raise ClosedError("this writer is closed; get another with RayReplayBuffer.writer()")
             self._sender.raise_pending()
             yield
 
     def _send_if_due(self) -> None:
         if self._staged.is_due:
-            self._send()
+            self._outbox.send()
 
-    def _send(self) -> None:
-        self._staged.close_rollout()
-        if not self._staged.has_calls:
-            return
-        self._sender.make_room()
-        self._sender.send(*self._staged.take())
+
+def _rows(values: Step | None, where: Array) -> Any:
+    """The rows of some environments of nested values."""
+    if values is None:
+        return None
+    flat = {
+        path: value if hasattr(value, "shape") else np.asarray(value) for path, value in flatten(values).items()
+    }
+    return nest({path: value[where] for path, value in flat.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from trajstore.replay.pacing import SamplesPerInsert
@@ -12,6 +13,13 @@ from trajstore.replay.turns import TurnTaking
 from trajstore.sampling.batches.batch_assembler import BatchAssembler
 
 _PUBLISH_ROWS = 1 << 14  # appended rows after which limits are applied even if no thread samples
+
+
+@dataclass(slots=True)
+class Insert:
+    """How many steps a call appends."""
+
+    n: int
 
 
 class Appending:
@@ -27,17 +35,31 @@ class Appending:
         self._n_unpublished = 0
 
     @contextlib.contextmanager
-    def inserting(self, n: int) -> Iterator[None]:
-        """Append ``n`` steps in the block. A block that raises counts as no insert."""
+    def inserting(self, n: int) -> Iterator[Insert]:
+        """Append ``n`` steps in the block, or those that it says. A block that raises counts as no insert."""
+        insert = Insert(n)
+        self.begin(n)
+        try:
+            yield insert
+        except BaseException:
+            self.cancel(n)
+            raise
+        self.cancel(n - insert.n)
+        self.end(insert.n)
+
+    def begin(self, n: int) -> None:
+        """Wait until the pace allows ``n`` steps, and count them. `cancel` or `end` follows."""
         if self._pace is not None:
             self._pace.await_insert(n)
         self._turns.before_append()
-        try:
-            yield
-        except BaseException:
-            if self._pace is not None:
-                self._pace.cancel_insert(n)
-            raise
+
+    def cancel(self, n: int) -> None:
+        """Take back the count of ``n`` steps that were not appended."""
+        if self._pace is not None and n > 0:
+            self._pace.cancel_insert(n)
+
+    def end(self, n: int) -> None:
+        """Note that ``n`` steps were appended."""
         self._n_unpublished += n
         if self._n_unpublished >= _PUBLISH_ROWS:
             self._publish_if_free()

@@ -10,26 +10,28 @@ from typing import Any, Literal, Unpack
 import numpy as np
 import torch
 
-from trajstore.arguments import check_positive
+from trajstore.arguments import check_positive, names_options
 from trajstore.distributed.partition_report import PartitionReport
 from trajstore.distributed.partitions import Policy
 from trajstore.distributed.redistribution import plan_partitions
 from trajstore.format.handles import EpisodeKey
 from trajstore.replay.append_methods import AppendMethods
 from trajstore.replay.checkpoint_methods import CheckpointMethods
-from trajstore.replay.exit_hooks import ExitHooks
 from trajstore.replay.options import OptionChanges, RejoinChanges, ReplayOptions, check_options, with_ranks
 from trajstore.replay.pacing import SamplesPerInsert
 from trajstore.replay.retention import Retention
 from trajstore.replay.sample_methods import SampleMethods
 from trajstore.replay.session import Session, open_session
 from trajstore.replay.session_start import (
+    Exist,
     RedistributionOptions,
     SessionStart,
-    start_fresh,
+    check_exist,
+    start_at,
     start_rejoined,
     start_resumed,
 )
+from trajstore.replay.storage_report import StorageReport, make_report
 from trajstore.sampling.batches.batch_assembler import Where
 from trajstore.sampling.priorities.priority_options import Priorities
 from trajstore.sampling.reader import Reader
@@ -47,7 +49,8 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
 
     An appended step can be sampled at once, also while its episode is open. It is encoded and stored in the
     background, and durable after `flush` or a background commit. Steps above ``capacity`` are evicted, oldest
-    first. Use the buffer as a context manager, or `close` it.
+    first. Use the buffer as a context manager, or `close` it. A buffer that is dropped unclosed, or left open at a
+    normal end of the process, is closed then; Python shows a `ResourceWarning` if these are enabled.
 
     ```
     buffer = ReplayBuffer("runs/7", capacity=1_000_000, sample=Windows(length=32), seed=0)
@@ -58,9 +61,13 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
     ```
 
     Args:
-        url: A path, or an fsspec URL of memory, S3, GCS or Azure. An existing store is opened and continued: all of
-            it can be sampled. `resume` continues from a checkpoint instead.
-        schema: The fields; None: those of the store, or inferred from the first data.
+        url: A path, or an fsspec URL of memory, S3, GCS or Azure.
+        exist: What to do if the store holds steps or checkpoints of earlier sessions. ``"join"``: all of it can be
+            sampled; this is the default, and logged as a warning unless it is given. ``"resume"``: continue from
+            the latest checkpoint as `resume` does, with the options given here; join if there is none. ``"fail"``:
+            raise `StoreExistsError`.
+        schema: The fields: a `Schema`, or a nested mapping of names to `Field`. None: those of the store, or
+            inferred from the first data.
         capacity: The number of steps to keep, or a `Retention`; None: everything.
         device: Where batches and the cache live.
         cache_bytes: Bound of the memory for decoded chunks on the device, including steps not yet committed.
@@ -93,11 +100,13 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         fsync: Whether commits to a local directory survive a power cut.
     """
 
+    @names_options
     def __init__(
         self,
         url: Url,
         *,
-        schema: Schema | None = None,
+        exist: Exist | None = None,
+        schema: Schema | Mapping[str, Any] | None = None,
         capacity: int | Retention | None = None,
         device: str | torch.device = "cpu",
         cache_bytes: int | str = "1GiB",
@@ -152,8 +161,9 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             "compiled": compiled,
         }
         options = check_options(ReplayOptions(), with_ranks(given))
+        check_exist(exist)
         store = create(url, schema, storage_options=storage_options, exist_ok=True, fsync=fsync)
-        self._begin(start_fresh(store, options))
+        self._begin(start_at(store, options, given, exist))
 
     @classmethod
     def resume(
@@ -240,9 +250,10 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
 
     def _begin(self, start: SessionStart) -> None:
         self._session: Session = open_session(start)
+        self._session.register(self)
         self._plan = start.plan
-        self._exit_hooks: ExitHooks | None = None
         self.abandoned: dict[str, int] = start.abandoned
+        self._n_joined = self._session.reader.assembler.index.n_steps if start.checkpoint is None else 0
 
     @property
     def options(self) -> ReplayOptions:
@@ -288,7 +299,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
     # ---- readiness
 
     def is_ready(self, *, min_steps: int = 1, min_episodes: int = 0) -> bool:
-        """Whether this many steps and episodes can be sampled."""
+        """Whether the buffer has this many steps and episodes, and a window that `sample` can draw from them."""
         return self._session.readiness.is_ready(min_steps, min_episodes)
 
     def wait_ready(self, *, min_steps: int = 1, min_episodes: int = 0, timeout_s: float | None = None) -> None:
@@ -392,7 +403,11 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         return self._session.statistics.result()
 
     def stats(self) -> dict[str, Any]:
-        """Figures for loggers: sizes, evictions by cause, steps not yet durable, cache, commits."""
+        """Figures for loggers: sizes, evictions by cause, steps not yet durable, cache, commits.
+
+        ``["storage"]["step_bytes"]`` are the bytes of the committed steps that can be sampled; None if other
+        sessions wrote some of them and no limit counts bytes. `storage_report` says what else takes bytes, and why.
+        """
         session = self._session
         with session.up_to_date() as assembler:
             figures = {
@@ -401,14 +416,21 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
                 "n_sampled": session.drawing.n_sampled,
                 "n_redrawn": session.drawing.n_redrawn,
                 "evicted": session.eviction.counts,
+                "joined_steps": self._n_joined,
                 "abandoned_rows": sum(self.abandoned.values()),
                 "cache": assembler.stats(),
             }
+            step_bytes = session.step_bytes()
         figures["writer"] = session.writer.stats()
-        figures["storage"] = session.collector.stats()
+        figures["storage"] = {"step_bytes": step_bytes, **session.collector.stats()}
         if session.pace is not None:
             figures["samples_per_insert"] = session.pace.state_dict()
         return figures
+
+    def storage_report(self) -> StorageReport:
+        """What takes how many bytes on storage, and why. Lists all objects of the store."""
+        self._session.check()
+        return make_report(self._session.storage, self._session.reader.assembler, self.world)
 
     # ---- durability
 
@@ -436,15 +458,10 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
 
         If the storage fails, this raises and may be called again; until then no appended step is lost.
         """
-        try:
-            self._session.close()
-        finally:
-            if self._session.is_closed:
-                self._remove_exit_hooks()
+        self._session.close()
 
     def _release(self) -> None:
         """End all threads; steps that are not durable are lost."""
-        self._remove_exit_hooks()
         self._session.release()
 
     def __enter__(self) -> ReplayBuffer:
@@ -454,7 +471,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            hooks = self._exit_hooks
+            hooks = self._session.exit_hooks
             if isinstance(error, Exception) and hooks is not None and hooks.handles_exceptions:
                 hooks.save(type(error).__name__)
             self.close()

@@ -8,8 +8,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 from typing import Any
 
-from trajstore.format.checkpoint_record import StreamExtent
-from trajstore.format.commit_record import CommitRecord
+from trajstore.format.commit_record import CommitRecord, StreamExtent
 from trajstore.replay.checkpoint_writer import CapturedState
 from trajstore.replay.limit_evictor import unshown_rows
 from trajstore.replay.turns import TurnTaking

@@ -44,9 +44,13 @@ def is_published(storage: Storage, checkpoint_id: str) -> bool:
         return False
 
 
-def prune(storage: Storage, newest: str, keep: int) -> list[str]:
-    """Remove the oldest ancestors of a checkpoint so that ``keep`` remain with it; returns the removed ids."""
-    chain = [checkpoint.id for checkpoint in checkpoints.lineage(storage, newest)]
+def prune(storage: Storage, newest: str | None, keep: int) -> list[str]:
+    """Remove the oldest ancestors of a checkpoint so that ``keep`` remain with it; returns the removed ids.
+
+    If ``newest`` is None, all checkpoints of the store count.
+    """
+    found = checkpoints.list_checkpoints(storage) if newest is None else checkpoints.lineage(storage, newest)
+    chain = [checkpoint.id for checkpoint in found]
     removed = chain[: max(0, len(chain) - keep)]
     for old in removed:  # oldest first: a crash in between leaves a chain without gaps
         checkpoints.remove(storage, old)

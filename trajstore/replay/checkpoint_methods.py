@@ -6,6 +6,7 @@ import logging
 import signal
 from collections.abc import Iterable
 
+from trajstore.errors import CheckpointNotFoundError
 from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.replay.checkpoint_lineage import prune
 from trajstore.replay.exit_hooks import ExitHooks
@@ -19,7 +20,6 @@ class CheckpointMethods:
     """Each method checks the buffer and calls the session's `CheckpointSchedule`."""
 
     _session: Session
-    _exit_hooks: ExitHooks | None
 
     def save_checkpoint(self, name: str = "checkpoint", *, wait: bool = False, keep_last: int | None = None) -> str:
         """Name the state of this moment, to resume from. No step data is copied or read.
@@ -45,7 +45,10 @@ class CheckpointMethods:
             self._session.check_open()
         if keep_last is not None and not (isinstance(keep_last, int) and keep_last >= 1):
             raise ValueError(f"keep_last: expected a positive number or None, got {keep_last!r}")
-        return self._session.schedule.save(name, wait=wait, keep_last=keep_last)
+        checkpoint_id = self._session.schedule.save(name, wait=wait, keep_last=keep_last)
+        if wait:  # the checkpoint has them in its own form; this is for people and other programs
+            self._session.save_values()
+        return checkpoint_id
 
     def request_checkpoint(
         self, name: str = "requested", *, wait: bool = False, timeout_s: float | None = None
@@ -80,19 +83,15 @@ class CheckpointMethods:
             exceptions: Whether to handle exceptions that leave the program, or the ``with`` block of this buffer.
             timeout_s: Seconds by which the end may be delayed.
         """
-        self._session.check()
-        if self._exit_hooks is not None:
-            self._exit_hooks.remove()
-        self._exit_hooks = ExitHooks(lambda why: self._save_last(why, timeout_s), signals, exceptions)
-
-    def _save_last(self, why: str, timeout_s: float) -> None:
-        if not self._session.is_ending:
-            _log.warning("taking a last checkpoint: %s", why)
-            try:
-                self._session.schedule.ask("last", wait=True, timeout_s=timeout_s)
-            except BaseException:
-                self._session.schedule.cancel()  # the process is about to end
-                raise
+        session = self._session
+        session.check()
+        if session.exit_hooks is not None:
+            session.exit_hooks.remove()
+        # The hooks keep the buffer itself alive: else it would be closed when the program drops it, and the hooks
+        # with it.
+        session.exit_hooks = ExitHooks(
+            lambda why: _save_last(self._session, why, timeout_s), signals, exceptions, timeout_s
+        )
 
     def state_dict(self, *, keep_last: int | None = None) -> dict[str, str]:
         """Save a checkpoint, and return what your own checkpoint has to keep for `resume`: its URL and id.
@@ -110,15 +109,57 @@ class CheckpointMethods:
         """All checkpoints of the store, parents before children."""
         return checkpoints.list_checkpoints(self._session.storage)
 
-    def prune_checkpoints(self, keep: int) -> list[str]:
-        """Remove the oldest checkpoints of this lineage so that ``keep`` remain; returns the removed ids."""
-        self._session.check()
+    def prune_checkpoints(self, keep: int, *, all_sessions: bool = False) -> list[str]:
+        """Remove the oldest checkpoints so that ``keep`` remain; returns the removed ids.
+
+        Steps that were kept only for these checkpoints are deleted in the background, after the grace time.
+
+        Args:
+            keep: Number of checkpoints to keep.
+            all_sessions: Whether to count and remove all checkpoints of the store, whichever session saved them. By
+                default those of this lineage: the checkpoints of this session, and those that it continued.
+
+        Raises:
+            CheckpointNotFoundError: The session has saved no checkpoint and continued none, but the store has some.
+        """
+        session = self._session
+        session.check()
         if not isinstance(keep, int) or keep < 1:
             raise ValueError(f"keep: expected a positive number, got {keep!r}")
-        self._session.schedule.wait()
-        newest = self._session.schedule.newest
-        return prune(self._session.storage, newest, keep) if newest is not None else []
+        session.schedule.wait()
+        newest = session.schedule.newest
+        if newest is None and not all_sessions:
+            self._explain_foreign_checkpoints()
+            return []
+        removed = prune(session.storage, None if all_sessions else newest, keep)
+        if removed:
+            session.eviction.free_storage()
+        elif not all_sessions:
+            self._log_foreign_checkpoints(keep)
+        return removed
 
-    def _remove_exit_hooks(self) -> None:
-        if self._exit_hooks is not None:
-            self._exit_hooks.remove()
+    def _explain_foreign_checkpoints(self) -> None:
+        if existing := self.checkpoints:
+            raise CheckpointNotFoundError(
+                f"{self._session.store.url}: this session joined the store and has saved no checkpoint yet, so none"
+                f" of the {len(existing)} checkpoints is of its lineage ('{existing[-1].id}' is the newest); pass"
+                " all_sessions=True to prune them, or continue one of them with ReplayBuffer.resume"
+            )
+
+    def _log_foreign_checkpoints(self, keep: int) -> None:
+        if len(existing := self.checkpoints) > keep:
+            _log.warning(
+                "prune_checkpoints(%d) removed nothing: of the %d checkpoints of %s, some are of other sessions;"
+                " pass all_sessions=True to prune them as well",
+                *(keep, len(existing), self._session.store.url),
+            )
+
+
+def _save_last(session: Session, why: str, timeout_s: float) -> None:
+    if not session.is_ending:
+        _log.warning("taking a last checkpoint: %s", why)
+        try:
+            session.schedule.ask("last", wait=True, timeout_s=timeout_s)
+        except BaseException:
+            session.schedule.cancel()  # the process is about to end
+            raise

@@ -43,6 +43,7 @@ class CheckpointSchedule:
         parent: Id of the checkpoint that the session continued.
         check: Takes the first rows that a checkpoint wants; raises if an eviction has passed them.
         commit: Waits for the commit of a ticket; tries it again if it has failed.
+        pruned: Called after checkpoints were removed.
         capture: Captures this moment, given a name, how many checkpoints to keep, and what gets the result first.
         options: When checkpoints are taken without a call.
     """
@@ -54,6 +55,7 @@ class CheckpointSchedule:
         parent: str | None,
         check: Callable[[Mapping[str, int]], None],
         commit: Callable[[int], None],
+        pruned: Callable[[], None],
         capture: Callable[[str, int | None, Callable[[CapturedState], None]], CapturedState],
         options: CheckpointOptions,
     ) -> None:
@@ -63,7 +65,7 @@ class CheckpointSchedule:
         self._options = options
         self._lineage = CheckpointLineage(parent)
         self._called, self._asked = (
-            CheckpointWriter(storage, group, self._lineage, check, commit) for _ in range(2)
+            CheckpointWriter(storage, group, self._lineage, check, commit, pruned) for _ in range(2)
         )
         self._lock = threading.Lock()  # one capture at a time
         self._last_id: str | None = None  # of this rank's last called checkpoint, and what it followed

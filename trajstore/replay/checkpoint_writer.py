@@ -6,14 +6,14 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any
 
+from trajstore.background_pool import BackgroundPool
 from trajstore.distributed.rank_group import RankGroup
 from trajstore.errors import ClosedError
-from trajstore.format.checkpoint_record import StreamExtent
-from trajstore.format.commit_record import CommitRecord
+from trajstore.format.commit_record import CommitRecord, StreamExtent
 from trajstore.replay.checkpoint_lineage import CheckpointLineage, prune
 from trajstore.replay.collective_checkpoint import CollectiveCheckpoint
 from trajstore.storage import Storage
@@ -71,6 +71,7 @@ class CheckpointWriter:
         lineage: Lineage of the session.
         check: Takes the first rows that a checkpoint wants; raises if an eviction has passed them.
         commit: Waits for the commit of a ticket; tries it again if it has failed.
+        pruned: Called after checkpoints were removed.
     """
 
     def __init__(
@@ -80,19 +81,21 @@ class CheckpointWriter:
         lineage: CheckpointLineage,
         check: Callable[[Mapping[str, int]], None],
         commit: Callable[[int], None],
+        pruned: Callable[[], None],
     ) -> None:
         self._storage = storage
         self._group = group
         self._lineage = lineage
         self._check = check
         self._commit = commit
+        self._pruned = pruned
         self._current: CapturedState | None = None
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._last: Future[None] | None = None
         self._old_notes: list[str] = []
         self.published: str | None = None  # id of the last checkpoint that was published
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-checkpoint")
+        self._threads = BackgroundPool(1, "trajstore-checkpoint")
 
     def hold(self, captured: CapturedState | None) -> None:
         """Protect the rows of a captured checkpoint from eviction; None: it was given up."""
@@ -140,8 +143,11 @@ class CheckpointWriter:
             )
             checkpoints.save(self._storage, checkpoint, state, check=lambda: self._check(_first_rows(streams)))
             self._lineage.add(checkpoint_id)
-        if captured.keep_last is not None:
-            prune(self._storage, checkpoint_id, captured.keep_last)
+        self._prune(checkpoint_id, captured.keep_last)
+
+    def _prune(self, checkpoint_id: str, keep_last: int | None) -> None:
+        if keep_last is not None and prune(self._storage, checkpoint_id, keep_last):
+            self._pruned()
 
     def _save_collectively(self, checkpoint_id: str, captured: CapturedState) -> None:
         collective = CollectiveCheckpoint(
@@ -154,8 +160,8 @@ class CheckpointWriter:
             lane=captured.lane,
         )
         collective.save(lambda: self._save_part(checkpoint_id, captured))
-        if self._group.is_leader and captured.keep_last is not None:
-            prune(self._storage, checkpoint_id, captured.keep_last)
+        if self._group.is_leader:
+            self._prune(checkpoint_id, captured.keep_last)
 
     def _save_part(self, checkpoint_id: str, captured: CapturedState) -> Mapping[str, StreamExtent]:
         """Make this rank's part durable; returns what it shows of each stream."""
@@ -216,7 +222,7 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """End the thread, after the checkpoint being written."""
-        self._threads.shutdown(wait=True)
+        self._threads.shutdown()
         self.raise_pending()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from trajstore.distributed.rank_group import RankGroup
 from trajstore.errors import FormatError, RankError, RankTimeoutError, StorageError
-from trajstore.format.checkpoint_record import StreamExtent
+from trajstore.format.commit_record import StreamExtent
 from trajstore.format.ids import derived_id
 from trajstore.replay.checkpoint_lineage import CheckpointLineage, is_published
 from trajstore.storage import Storage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -43,6 +44,7 @@ class Drawing:
         self._iterators: list[weakref.ref[BatchIterator]] = []
         self._saved = list(saved)
         self.n_sampled = self.n_redrawn = 0
+        self._counting = threading.Lock()
 
     def sample(self, batch_size: int, draw: Callable[[], Batch]) -> Batch:
         """Wait until the pace allows a batch, then draw it. A draw that raises counts as no sample."""
@@ -51,18 +53,32 @@ class Drawing:
         try:
             return self._drawn(draw)
         except BaseException:
-            self.n_sampled -= batch_size
+            self._count(-batch_size)
             if self._pace is not None:
                 self._pace.cancel_sample(batch_size)
             raise
         finally:
             self._turns.end_batch()
 
+    @property
+    def is_paced(self) -> bool:
+        """Whether batches may have to wait for appends."""
+        return self._pace is not None
+
+    def count(self, batch_size: int) -> None:
+        """Count a batch that nothing has to wait for."""
+        self._count(batch_size)
+
     def admit(self, batch_size: int) -> None:
         """Wait until the pace allows a batch, and count it."""
         if self._pace is not None:
             self._pace.await_sample(batch_size)
-        self.n_sampled += batch_size
+        self._count(batch_size)
+
+    def _count(self, n_sampled: int, n_redrawn: int = 0) -> None:
+        with self._counting:  # several threads sample
+            self.n_sampled += n_sampled
+            self.n_redrawn += n_redrawn
 
     def _drawn(self, draw: Callable[[], Batch]) -> Batch:
         for _ in range(_MAX_REDRAWS):
@@ -70,7 +86,7 @@ class Drawing:
                 return draw()
             except SnapshotExpiredError:  # another session has evicted rows that were drawn
                 self._refresh()
-                self.n_redrawn += 1
+                self._count(0, n_redrawn=1)
         return draw()
 
     def iterate(self, create: Callable[[], BatchIterator]) -> BatchIterator:

@@ -52,7 +52,6 @@ class Eviction:
         self._first_rows = dict(first_rows)
         self._n_marked = 0  # evicted steps when marks were published last
         self._has_removed = False  # a call has evicted steps that may not be committed yet
-        self.bytes_per_step: float | None = None
         self.is_closing = False
 
     @property
@@ -64,20 +63,13 @@ class Eviction:
 
     def apply_limits(self) -> None:
         """Evict what exceeds a limit; the assembler calls this, with its lock held, after it has published."""
-        if self.is_closing or not self._evictor.apply(time.time(), self._estimate_bytes()):
+        if self.is_closing or not self._evictor.apply(time.time()):
             return
         self._reader.follow_priorities()
         n_evicted = self._evictor.n_evicted
         if n_evicted - self._n_marked > self._assembler.index.n_steps // _MARK_PARTS:
             self._n_marked = n_evicted
             self.publish_marks()
-
-    def _estimate_bytes(self) -> float | None:
-        """Bytes that a step takes on storage, measured on this session's commits; None before the first."""
-        rows = self._writer.committed_rows
-        if rows:
-            self.bytes_per_step = max(1.0, self._writer.n_bytes_put / rows)
-        return self.bytes_per_step
 
     # ---- by call; with the assembler's lock held, after it has published
 
@@ -135,7 +127,15 @@ class Eviction:
         marks = {name: min(row, held.get(name, row)) for name, row in self._unwanted().items()}
         marks = {name: row for name, row in marks.items() if row}
         self._assembler.set_marks(marks)
+        self._writer.step_bytes.forget(marks.get(self._writer.stream, 0))
         self._collector.want(marks)
+
+    def free_storage(self) -> None:
+        """Begin to delete what neither this session nor a checkpoint wants, as after checkpoints were removed."""
+        with self._assembler.lock:
+            self._assembler.publish()
+            self.publish_marks()
+        self._collector.request_sweep()
 
     def write_final_marks(self) -> None:
         """Put the marks into the writer's last record: only deleting needs a grace time, publishing does not."""

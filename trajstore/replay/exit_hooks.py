@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Any
 
 _log = logging.getLogger(__name__)
+_GRACE_S = 5.0  # for `save` to end by its own limit, which says more than ours
 
 
 class ExitHooks:
@@ -26,14 +28,18 @@ class ExitHooks:
         save: Called with the reason, as text.
         signals: The signals to handle.
         exceptions: Whether to handle uncaught exceptions.
+        timeout_s: Seconds that ``save`` may take; then the process ends without it.
     """
 
-    def __init__(self, save: Callable[[str], None], signals: Iterable[int], exceptions: bool) -> None:
+    def __init__(
+        self, save: Callable[[str], None], signals: Iterable[int], exceptions: bool, timeout_s: float
+    ) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("checkpoint_on_exit: signal handlers can be set in the main thread only")
         self._save = save
         self.signals = frozenset(signals)
         self.handles_exceptions = exceptions
+        self.timeout_s = timeout_s
         _process.add(self)
 
     def save(self, why: str) -> None:
@@ -136,11 +142,14 @@ class _Process:
         os.close(write)
 
     def _save_all(self, hooks: Iterable[ExitHooks], why: str) -> None:
-        threads = [threading.Thread(target=hook.save, args=(why,), daemon=True) for hook in hooks]
-        for thread in threads:
+        threads = [(hook, threading.Thread(target=hook.save, args=(why,), daemon=True)) for hook in hooks]
+        begun_at = time.monotonic()
+        for _, thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        for hook, thread in threads:
+            thread.join(max(0.0, begun_at + hook.timeout_s + _GRACE_S - time.monotonic()))
+            if thread.is_alive():
+                _log.error("no checkpoint before the process ended (%s): not done in %g s", why, hook.timeout_s)
 
     def _end_by(self, number: int) -> None:
         """Let the signal have its original effect."""

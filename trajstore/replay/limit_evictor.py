@@ -10,10 +10,12 @@ import numpy as np
 
 from trajstore.arguments import parse_bytes
 from trajstore.format.spans import expand_counts
+from trajstore.replay.arrival_queue import ArrivalBlock, ArrivalQueue, by_number, count_in_blocks, first_t
 from trajstore.replay.retention import PART, Retention
+from trajstore.replay.stored_bytes import ShownBytes, StoredBytes
 from trajstore.sampling.batches.batch_assembler import BatchAssembler
 from trajstore.sampling.index.episode_numbers import EpisodeNumberMap
-from trajstore.sampling.index.index_entries import GONE, OPEN
+from trajstore.sampling.index.index_entries import GONE, HAS_FINAL, OPEN
 from trajstore.schema import Array
 from trajstore.store.snapshot import Snapshot
 
@@ -23,55 +25,13 @@ _BLOCK_ROWS = 1024  # within a block of arrivals, the steps of one environment a
 _AGE_PARTS = 64  # a step may outlive an age limit by 1/64 of it
 
 
-_MANY_ARRIVALS = 4096  # queue length above which evicted arrivals are looked for
-
-
 _MANY_EPISODES = 1 << 17  # episodes above which ended ones are forgotten
 
 
-_AT_ONCE = 4096  # arrivals examined at a time
+_AT_ONCE, _MOST_AT_ONCE = 4096, 1 << 16  # arrivals examined at a time
 
 
 CAUSES = ("steps", "episodes", "bytes", "age", "removed")
-
-
-class _ArrivalQueue:
-    """Arrivals of one stream, oldest first: order, episode, first t, number of rows and time."""
-
-    def __init__(self) -> None:
-        self._data = np.empty((5, 64))
-        self._first = self._stop = 0
-        self.enough = _MANY_ARRIVALS  # above this length, evicted arrivals are looked for
-
-    def __len__(self) -> int:
-        return self._stop - self._first
-
-    def push(self, items: Array) -> None:
-        n = items.shape[1]
-        if self._stop + n > self._data.shape[1]:
-            kept = self._data[:, self._first : self._stop]
-            grown = np.empty((5, max(64, 2 * (kept.shape[1] + n))))
-            grown[:, : kept.shape[1]] = kept
-            self._data, self._first, self._stop = grown, 0, kept.shape[1]
-        self._data[:, self._stop : self._stop + n] = items
-        self._stop += n
-
-    def items(self, n: int | None = None) -> Array:
-        """The oldest arrivals, a view; float64 holds their numbers exactly up to 2**53."""
-        stop = self._stop if n is None else min(self._stop, self._first + n)
-        return self._data[:, self._first : stop]
-
-    def drop(self, n: int) -> None:
-        self._first += n
-
-    def keep(self, chosen: Array) -> None:
-        self._data = self.items()[:, chosen]
-        self._first, self._stop = 0, self._data.shape[1]
-        self.enough = 2 * self._stop + _MANY_ARRIVALS
-
-    @property
-    def first_order(self) -> float:
-        return float(self._data[0, self._first]) if len(self) else math.inf
 
 
 class LimitEvictor:
@@ -81,16 +41,19 @@ class LimitEvictor:
     storage are freed later, once no row before them is wanted (`unshown_rows`).
     """
 
-    def __init__(self, assembler: BatchAssembler, options: Retention) -> None:
+    def __init__(self, assembler: BatchAssembler, options: Retention, stored: StoredBytes) -> None:
         self.options = options
+        self._stored = stored
+        self._bytes_shown = self._bytes_total = 0.0  # bytes of shown steps and of all objects, when last counted
         self._least_steps = self._least_episodes = 0  # limits never evict below these
         self._assembler = assembler
-        self._queues: dict[int, _ArrivalQueue] = {}  # by stream number
+        self._queues: dict[int, ArrivalQueue] = {}  # by stream number
         self._n_arrived: dict[int, EpisodeNumberMap] = {}  # by stream: rows of its episodes in full blocks
-        self._block: list[Array] = []  # stream and episode of the rows of the block that is not full
-        self._n_in_block = self._order = 0
+        self._block = ArrivalBlock()  # rows of the block that is not full
+        self._order = 0
         self._block_time = 0.0
         self._seen: dict[str, int] = {}  # by stream: number of spans in the queues
+        self._n_evicted = 0  # steps evicted here
         self._counted: dict[int, int] = {}  # by stream: its steps when its limit was last checked
         self._unchecked: dict[int, int] = {}  # by stream: rows that arrived since
         self.evicted = {cause: {"steps": 0, "episodes": 0} for cause in CAUSES}
@@ -117,8 +80,8 @@ class LimitEvictor:
             blocks.append(np.stack([stream, spans[fresh, 0], spans[fresh, 2], n, times[fresh]])[:, n > 0])
         if blocks:
             items = np.concatenate(blocks, 1)
-            for number in np.unique(items[0]).astype(int).tolist():
-                self._note_arrived(number, int(items[3, items[0] == number].sum()))
+            for number, mine in by_number(items[0]):
+                self._note_arrived(int(number), int(items[3, mine].sum()))
             self._enqueue(items[:, np.argsort(items[4], kind="stable")])
 
     def _note_arrived(self, number: int, n: int) -> None:
@@ -127,70 +90,60 @@ class LimitEvictor:
     def _enqueue(self, items: Array) -> None:
         order = self._order + np.arange(items.shape[1])
         self._order += items.shape[1]
-        for number in np.unique(items[0]).astype(int).tolist():
-            mine = items[0] == number
-            queue = self._queues.setdefault(number, _ArrivalQueue())
-            queue.push(np.concatenate([order[None, mine], items[1:, mine]]))
+        for number, mine in by_number(items[0]):
+            queue = self._queues.setdefault(int(number), ArrivalQueue())
+            queue.push(order[mine], items[1:, mine])
             if len(queue) > queue.enough:  # many may have been evicted for other reasons than their age
-                start, stop = self._left(number, *queue.items()[1:4].astype(np.int64))
+                start, stop = self._left(int(number), *queue.items()[1:4].astype(np.int64))
                 queue.keep(stop > start)
 
     def _arrive(self, episodes: Array, now: float) -> None:
-        if not self._n_in_block:
+        if not len(self._block):
             self._block_time = now
         number = self._assembler.index.numbers[self._assembler.index.followed_stream]
-        self._block.append(np.stack([np.full(len(episodes), number), episodes]))
-        self._n_in_block += len(episodes)
+        self._block.add(number, episodes)
         self._note_arrived(number, len(episodes))
-        if self._n_in_block >= self._block_rows:
+        if len(self._block) >= self._block_rows:
             self._queue_blocks(now, partial=False)
 
     def _queue_blocks(self, now: float, partial: bool) -> None:
         """Queue full blocks: in each of them, the rows of one environment after the other."""
-        rows = np.concatenate(self._block, 1)
-        n = rows.shape[1] if partial else rows.shape[1] - rows.shape[1] % self._block_rows
-        self._block, self._n_in_block = [rows[:, n:]], rows.shape[1] - n
-        block = np.arange(n) // self._block_rows
-        (_, stream, episode), count = np.unique(
-            np.concatenate([block[None], rows[:, :n]]), axis=1, return_counts=True
-        )
+        n = len(self._block)
+        rows = self._block.take(n if partial else n - n % self._block_rows)
+        stream, episode, count = count_in_blocks(rows[0], rows[1], self._block_rows)
         t = np.empty(len(count), np.int64)
-        for number in np.unique(stream).tolist():
-            mine = np.flatnonzero(stream == number)
-            arrived = self._n_arrived.setdefault(number, EpisodeNumberMap(default=0))
-            t[mine] = _first_t(arrived, episode[mine], count[mine])
+        for number, mine in by_number(stream):
+            arrived = self._n_arrived.setdefault(int(number), EpisodeNumberMap(default=0))
+            t[mine] = first_t(arrived, episode[mine], count[mine])
             if len(arrived) > _MANY_EPISODES + 4 * len(self._assembler.uncommitted_episodes):
                 # Only episodes that may grow need to be known.
-                waiting = np.concatenate([part[1][part[0] == number] for part in self._block])
-                arrived.keep(np.append(self._assembler.uncommitted_episodes, waiting))
-        self._enqueue(np.stack([stream, episode, t, count, np.full(len(count), now)]).astype(np.float64))
+                arrived.keep(np.append(self._assembler.uncommitted_episodes, self._block.episodes(int(number))))
+        items = np.empty((5, len(count)))
+        items[0], items[1], items[2], items[3], items[4] = stream, episode, t, count, now
+        self._enqueue(items)
 
     # ---- evictions
 
-    def apply(self, now: float, bytes_per_step: float | None) -> bool:
-        """Evict what exceeds a limit, after the assembler has published; returns whether anything was evicted.
-
-        ``bytes_per_step`` is None while it is not known.
-        """
+    def apply(self, now: float) -> bool:
+        """Evict what exceeds a limit, after the assembler has published; returns whether anything was evicted."""
         if not self.options.is_limited:
             return False
         self._queue_aged_block(now)
         arrived = self._assembler.take_arrivals()
         if len(arrived):
             self._arrive(arrived, now)
-        before = self.n_evicted
+        before = self._n_evicted
         options, index = self.options, self._assembler.index
         if options.steps is not None:
             self._evict_above("steps", max(options.steps, self._least_steps), index.n_steps)
-        if options.bytes is not None and bytes_per_step is not None:
-            limit = int(parse_bytes(options.bytes, "bytes") / bytes_per_step)
-            self._evict_above("bytes", max(limit, self._least_steps), index.n_steps)
+        if options.bytes is not None:
+            self._evict_bytes(parse_bytes(options.bytes, "bytes"))
         if options.per_stream is not None and options.per_stream.steps is not None:
             self._evict_from_streams(options.per_stream.steps)
         if options.episodes is not None:
             self._evict_episodes(max(options.episodes, self._least_episodes))
         self._evict_aged(now)
-        return self.n_evicted > before
+        return self._n_evicted > before
 
     @property
     def n_evicted(self) -> int:
@@ -198,9 +151,10 @@ class LimitEvictor:
         return sum(counts["steps"] for counts in self.evicted.values())
 
     def _evict_above(self, cause: str, limit: int, n: int, only: int | None = None) -> None:
-        if n <= limit:
-            return
-        need = n - limit + limit // PART
+        if n > limit:
+            self._evict_steps(cause, n - limit + limit // PART, only)
+
+    def _evict_steps(self, cause: str, need: int, only: int | None = None) -> None:
         while need > 0:
             gone = self._evict_oldest(cause, need, only)
             if gone is None:
@@ -212,13 +166,15 @@ class LimitEvictor:
         queues = [(q.first_order, number) for number, q in self._queues.items() if only in (None, number)]
         order, number = min(queues, default=(math.inf, -1))
         if order == math.inf:
-            if not self._n_in_block:
+            if not len(self._block):
                 return None
             self._queue_blocks(self._block_time, partial=True)
             return 0
         until = min((o for o, other in queues if other != number), default=math.inf)
-        items = self._queues[number].items(_AT_ONCE)
-        items = items[:, items[0] < until]
+        # One more than needed: of the first, all steps may be evicted already.
+        items = self._queues[number].items(min(max(need + 1, _AT_ONCE), _MOST_AT_ONCE))
+        if until < math.inf:
+            items = items[:, : int(np.searchsorted(items[0], until))]
         episode, t, n = (items[i].astype(np.int64) for i in (1, 2, 3))
         start, stop = self._left(number, episode, t, n)
         sums = np.cumsum((stop - start).clip(0))
@@ -231,12 +187,68 @@ class LimitEvictor:
         self._queues[number].drop(k)
         return min(need, int(sums[-1]))
 
-    def _left(self, number: int, episode: Array, t: Array, n: Array) -> tuple[Array, Array]:
+    def _evict_bytes(self, limit: int) -> None:
+        """Evict the oldest steps if the committed ones take more than ``limit`` bytes.
+
+        The bytes are counted again only when a commit may have passed the limit.
+        """
+        total = self._stored.total(self._assembler.n_placed)
+        if total == self._bytes_total or self._bytes_shown + total - self._bytes_total <= limit:
+            return
+        shown = self._stored.of(self._assembler.index)
+        self._bytes_shown, self._bytes_total = shown.total, total
+        if shown.total > limit:
+            need = shown.total - limit + limit // PART
+            n_spare = self._assembler.index.n_steps - self._least_steps
+            self._evict_steps("bytes", min(self._count_oldest(shown, need), n_spare))
+            self._bytes_shown -= need
+
+    def _count_oldest(self, shown: ShownBytes, need: float) -> int:
+        """How many of the oldest steps take ``need`` bytes."""
+        at_once, index = _AT_ONCE, self._assembler.index
+        while True:
+            (number, episode, t, n), are_all = self._oldest_arrivals(at_once)
+            start, stop = self._left(number, episode, t, n)
+            left = np.flatnonzero(stop > start)
+            entry, start, stop = index.find(number[left], episode[left]), start[left], stop[left]
+            first = index.logical.host[entry] - index.t_base.host[entry]
+            has_final = (first + stop == index.logical.host[entry + 1] - 1) & (index.flags.host[entry] & HAS_FINAL)
+            freed = np.cumsum(shown.up_to(first + stop + has_final) - shown.up_to(first + start))
+            k = int(np.searchsorted(np.maximum.accumulate(freed), need))
+            if k < len(freed):
+                rest = need - float(freed[k - 1]) if k else need
+                steps = np.arange(1, int(stop[k] - start[k]) + 1)
+                within = shown.up_to(int(first[k] + start[k]) + steps) - shown.up_to(first[k : k + 1] + start[k])
+                return int((stop - start)[:k].sum()) + 1 + int(np.searchsorted(within[:-1], rest))
+            if not are_all:
+                at_once *= 4
+            elif len(self._block):
+                self._queue_blocks(self._block_time, partial=True)
+            else:
+                return int((stop - start).sum())
+
+    def _oldest_arrivals(self, n: int) -> tuple[Array, bool]:
+        """Stream, episode, first t and rows of the oldest arrivals in order, and whether these are all of them.
+
+        Looks at up to ``n`` arrivals of each stream.
+        """
+        found, until = [np.empty((6, 0))], math.inf
+        for number, queue in self._queues.items():
+            items = queue.items(n)
+            found.append(np.concatenate([np.full((1, items.shape[1]), number), items]))
+            if items.shape[1] < len(queue):
+                until = min(until, float(items[0, -1]))
+        items = np.concatenate(found, 1)
+        items = items[:, items[1] <= until]
+        items = items[:, np.argsort(items[1], kind="stable")]
+        return items[[0, 2, 3, 4]].astype(np.int64), until == math.inf
+
+    def _left(self, number: int | Array, episode: Array, t: Array, n: Array) -> tuple[Array, Array]:
         """The steps of arrivals that are still shown, as start and stop; a final row is not a step."""
         index = self._assembler.index
         if not index.n:
             return t, t
-        entry = index.find(np.full(len(episode), number), episode)
+        entry = index.find(np.broadcast_to(number, len(episode)), episode)
         base = np.where(entry >= 0, index.t_base.host[entry], GONE)
         stop = np.where(entry >= 0, base + index.lengths_of(entry), 0)
         return np.maximum(t, base), np.minimum(t + n, stop)
@@ -251,6 +263,7 @@ class LimitEvictor:
         index, counts = self._assembler.index, self.evicted[cause]
         before = index.n_steps, index.n_episodes
         self._assembler.evict(stream, episode, floor)
+        self._n_evicted += before[0] - index.n_steps
         counts["steps"] += before[0] - index.n_steps
         counts["episodes"] += before[1] - index.n_episodes
 
@@ -311,7 +324,7 @@ class LimitEvictor:
     def _queue_aged_block(self, now: float) -> None:
         """With an age limit, queue a block before it is full if its rows have waited long enough."""
         is_aged = self.options.age_s is not None and self._block_time < now - self.options.age_s / _AGE_PARTS
-        if is_aged and self._n_in_block:
+        if is_aged and len(self._block):
             self._queue_blocks(self._block_time, partial=True)
 
     def _evict_aged(self, now: float) -> None:
@@ -334,7 +347,7 @@ class LimitEvictor:
 
     def state_dict(self) -> dict[str, Any]:
         """The arrivals that are still shown, in order, and the counts."""
-        block = np.concatenate([np.empty((2, 0), np.int64), *self._block], 1)
+        block = self._block.rows().copy()
         return {
             "streams": list(self._assembler.index.numbers),
             "queues": {str(number): queue.items().copy() for number, queue in self._queues.items()},
@@ -367,29 +380,17 @@ class LimitEvictor:
         self._seen = there if known_spans is None else dict(known_spans)
         self._order, self._queues = int(state["order"]), {}
         for name, items in state["queues"].items():
-            self._queues[int(number[int(name)])] = queue = _ArrivalQueue()
-            queue.push(np.asarray(items))
+            self._queues[int(number[int(name)])] = queue = ArrivalQueue()
+            queue.push(np.asarray(items)[0], np.asarray(items)[1:])
         self._block_time = float(state["page_time"])
         stream, episode = np.asarray(state["page"])
         stream = number[stream]
-        self._block, self._n_in_block = [np.stack([stream, episode])], len(stream)
+        self._block = ArrivalBlock()
+        self._block.add(stream, episode)
         for n in np.unique(stream).tolist():
             self._n_arrived[n] = EpisodeNumberMap(default=0)
             self._n_arrived[n].put(episode[stream == n], np.asarray(state["page_arrived"])[stream == n])
         self._unchecked = dict.fromkeys(self._queues, GONE)  # the limit may be a new one
-
-
-def _first_t(arrived: EpisodeNumberMap, episode: Array, count: Array) -> Array:
-    """The first t of arriving rows of episodes; counts these rows as arrived."""
-    order = np.argsort(episode, kind="stable")
-    ids, counts = episode[order], count[order]
-    first = np.flatnonzero(np.append(True, np.diff(ids) != 0))
-    before = np.cumsum(counts) - counts
-    within = before - np.repeat(before[first], np.diff(np.append(first, len(ids))))
-    t = np.empty(len(order), np.int64)
-    t[order] = arrived.get(ids) + within
-    arrived.put(ids[first], arrived.get(ids[first]) + np.add.reduceat(counts, first))
-    return t
 
 
 def unshown_rows(assembler: BatchAssembler) -> dict[str, int]:

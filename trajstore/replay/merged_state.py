@@ -123,8 +123,7 @@ class _Merge:
 
     def _counters(self) -> Counters:
         counters = [Counters.from_tree(state["counters"]) for state in self._others]
-        n_steps = np.bincount(self._plan.holder, self._plan.length, len(counters))
-        return Counters.merged(counters, n_steps.tolist(), self._share)
+        return Counters.merged(counters, self._share)
 
     def _statistics(self, schema: Schema | None, options: Mapping[str, Any]) -> dict[str, Any] | None:
         states = [s["statistics"] for s in self._others if s.get("statistics") is not None]

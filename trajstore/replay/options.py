@@ -9,7 +9,7 @@ from typing import Any, Literal, TypedDict, cast
 
 import torch
 
-from trajstore.arguments import check_positive
+from trajstore.arguments import check_positive, unknown_options
 from trajstore.distributed.rank_group import check_ranks, torch_ranks
 from trajstore.errors import DataError
 from trajstore.replay.pacing import SamplesPerInsert
@@ -104,7 +104,7 @@ def check_options(base: ReplayOptions, changes: Mapping[str, object]) -> ReplayO
     """
     names = {f.name for f in fields(ReplayOptions)}
     if unknown := changes.keys() - names:
-        raise TypeError(f"unknown options {sorted(unknown)}; the options are {', '.join(sorted(names))}")
+        raise unknown_options(unknown, names)
     changed = replace(base, **cast(Mapping[str, Any], changes))
     _check_kinds(changed)
     statistics = changed.statistics if isinstance(changed.statistics, bool) else tuple(changed.statistics)

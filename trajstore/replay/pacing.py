@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import threading
 import time
@@ -13,7 +14,15 @@ from numbers import Rational
 from typing import Any
 
 from trajstore.arguments import check_positive
-from trajstore.errors import ClosedError
+from trajstore.errors import ClosedError, PacingError
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 5.0  # seconds between checks whether a waiting call is in vain
+_WARN_S = 30.0  # a call that has waited this long is logged, once for each object
+_ALONE_S = 600.0  # a call waits this long for other threads if none of them has made a call yet
+_MAX_CALLERS = 1024
+_NO_CALLERS = ("trajstore-", "fsspecIO", "asyncio_", "tqdm_monitor")  # threads that never append or sample, by name
 
 _Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -29,6 +38,11 @@ class SamplesPerInsert:
     ``await_insert`` and ``await_sample`` wait until the bounds allow the call, and count it in the same step, so
     several threads can't exceed the bounds together. ``insert`` and ``sample`` count without waiting.
 
+    Without a timeout, a call that would wait for ever raises `PacingError`, whose message says how many inserts or
+    samples are missing: as soon as the process has no other thread that could make them, and after 600 seconds if
+    it has, but none of them has inserted or sampled yet. A call that has waited for 30 seconds logs one warning.
+    Coroutines are not checked: others of the same thread may make the missing calls.
+
     Args:
         ratio: Windows sampled for every step inserted. A decimal counts as it is written: 0.1 is 1/10.
         min_steps: Steps inserted before the first sample; at least 1.
@@ -36,7 +50,7 @@ class SamplesPerInsert:
             largest sample, else both could wait for each other for ever: ``2 * slack >= ratio * n_inserted +
             n_sampled``. A call that breaks this rule is refused. By default a call may begin as soon as its side is
             not ahead.
-        timeout_s: Seconds that a call waits by default; None: without a limit.
+        timeout_s: Seconds that a call waits by default; None: without a limit, as long as other threads take part.
     """
 
     def __init__(
@@ -55,7 +69,9 @@ class SamplesPerInsert:
         self._timeout_s = _seconds(timeout_s, math.inf)
         self._n_inserted = self._n_sampled = 0
         self._largest = {"insert": 0, "sample": 0}  # largest calls so far
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
+        self._callers: set[int] = set()  # threads that have inserted or sampled
+        self._has_foreign_callers = False  # whether one of them was not made by Python, so that its end is not seen
         self._changed = threading.Condition()
         self._waiters: list[_Waiter] = []  # futures of event loops, woken together with the condition
         if self._slack is not None and 2 * self._slack < self._step + self._window:
@@ -113,6 +129,7 @@ class SamplesPerInsert:
 
         Raises:
             TimeoutError: The bounds did not allow it within ``timeout_s`` seconds; nothing was counted.
+            PacingError: No other thread can make the calls that this one waits for; nothing was counted.
             ClosedError: The object was closed.
             ValueError: With this ``slack``, this insert or the samples of other threads could wait for ever.
         """
@@ -187,6 +204,7 @@ class SamplesPerInsert:
         return True
 
     def _add(self, n_inserted: int, n_sampled: int) -> None:
+        self._note_caller()
         self._n_inserted += n_inserted
         self._n_sampled += n_sampled
         self._wake()
@@ -197,6 +215,44 @@ class SamplesPerInsert:
         for loop, future in waiters:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and its coroutines with it
                 loop.call_soon_threadsafe(_resolve, future)
+
+    def _note_caller(self) -> None:
+        ident = threading.get_ident()
+        if ident not in self._callers and len(self._callers) < _MAX_CALLERS:
+            self._callers.add(ident)
+            self._has_foreign_callers |= type(threading.current_thread()).__name__ == "_DummyThread"
+
+    @property
+    def _is_last_thread(self) -> bool:
+        """Whether this process has no other thread that could insert or sample."""
+        others = {t for t in threading.enumerate() if not t.name.startswith(_NO_CALLERS)}
+        return not self._has_foreign_callers and others <= {threading.current_thread()}
+
+    def _check_others(self, what: str, n: int, waited: float) -> None:
+        """Refuse to wait for calls that no other thread will make."""
+        if self._is_last_thread:
+            why = "would wait for ever: no other thread could insert or sample"
+        elif waited >= _ALONE_S and self._callers <= {threading.get_ident()}:
+            why = f"waited {waited:.0f} s, and no other thread has inserted or sampled"
+        else:
+            return
+        raise PacingError(f"{what} of {n} {why}; {self._missing(what, n)}")
+
+    def _missing(self, what: str, n: int) -> str:
+        """What has been counted, and how many calls of the other side would let this one pass."""
+        slack = "none" if self._slack is None else f"{self._slack / self._window:g}"
+        state = (
+            f"{self._n_inserted} steps inserted, {self._n_sampled} windows sampled; ratio"
+            f" {self._step / self._window:g}, min_steps {self._min_steps}, slack {slack};"
+        )
+        bound = 0 if self._slack is None else self._slack - n * (self._step if what == "insert" else self._window)
+        if what == "insert":
+            n_samples = -(-(self._difference() - bound) // self._window)
+            return (
+                f"{state} sample {n_samples} more windows first (can_insert({n}) says when), or set a larger slack"
+            )
+        n_steps = max(-(-(-bound - self._difference()) // self._step), self._min_steps - self._n_inserted)
+        return f"{state} insert {n_steps} more steps first (can_sample({n}) says when), or set a larger slack"
 
     def _timed_out(self, what: str, n: int, seconds: float) -> TimeoutError:
         state = f"{self._n_inserted} steps inserted, {self._n_sampled} windows sampled"
@@ -224,12 +280,23 @@ class SamplesPerInsert:
 
     def _wait(self, what: str, n: int, timeout_s: float | None) -> None:
         seconds = _seconds(timeout_s, self._timeout_s)
+        began = time.monotonic()
         with self._changed:
             self._admit(what, n)
-            if not self._changed.wait_for(
-                lambda: self._count_if_allowed(what, n), None if seconds == math.inf else seconds
-            ):
-                raise self._timed_out(what, n, seconds)
+            while not self._count_if_allowed(what, n):
+                self._changed.wait(self._checked_wait(what, n, began, seconds))
+
+    def _checked_wait(self, what: str, n: int, began: float, seconds: float) -> float:
+        """Seconds to wait until the next check; raises if a call should not wait longer."""
+        waited = time.monotonic() - began
+        if waited >= seconds:
+            raise self._timed_out(what, n, seconds)
+        if seconds == math.inf:
+            self._check_others(what, n, waited)
+        if waited >= _WARN_S and not self._has_warned:
+            self._has_warned = True
+            _log.warning("%s of %d has waited %.0f s: %s", what, n, waited, self._missing(what, n))
+        return min(seconds - waited, _LOOK_S)
 
     async def _wait_async(self, what: str, n: int, timeout_s: float | None) -> None:
         seconds = _seconds(timeout_s, self._timeout_s)

@@ -15,11 +15,13 @@ class Readiness:
     """Waits for steps and episodes that other threads append.
 
     Args:
-        count: Returns the number of steps and of episodes that can be sampled now.
+        count: Returns the number of steps and of episodes that are present now.
+        has_window: Returns whether a window can be drawn from them.
     """
 
-    def __init__(self, count: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, count: Callable[[], tuple[int, int]], has_window: Callable[[], bool]) -> None:
         self._count = count
+        self._has_window = has_window
         self._appended = threading.Condition()
         self._n_waiting = 0
 
@@ -31,7 +33,8 @@ class Readiness:
 
     def is_ready(self, min_steps: int, min_episodes: int) -> bool:
         n_steps, n_episodes = self._count()
-        return n_steps >= min_steps and n_episodes >= min_episodes
+        is_enough = n_steps >= min_steps and n_episodes >= min_episodes
+        return is_enough and (min_steps <= 0 or self._has_window())
 
     def wait(self, min_steps: int, min_episodes: int, timeout_s: float | None) -> None:
         """Block this thread until the buffer is ready.
@@ -63,7 +66,8 @@ class Readiness:
         if left > 0:
             return min(left, _POLL_S)
         n_steps, n_episodes = self._count()
+        why = "" if self._has_window() else ", and no window of the buffer's kind can be drawn from them"
         raise TimeoutError(
             f"waited {timeout_s} s for {min_steps} steps in {min_episodes} episodes; there are {n_steps} in"
-            f" {n_episodes}"
+            f" {n_episodes}{why}"
         )

@@ -20,7 +20,8 @@ class Retention:
     Args:
         steps: Maximum number of steps (transitions; final observations do not count).
         episodes: Maximum number of episodes.
-        bytes: Maximum number of bytes on storage, estimated from the bytes that a step has taken so far.
+        bytes: Maximum number of bytes that the committed steps take on storage, from the sizes of the stored
+            objects. Checkpoints, the episode table and derived columns do not count.
         age_s: Maximum age of a step in seconds. The age counts from the first call that makes the step visible,
             such as the next `sample` or `n_steps`.
         per_stream: Limits on the steps of each stream.
@@ -45,7 +46,8 @@ class Retention:
 
     @property
     def is_limited(self) -> bool:
-        return self != Retention()
+        limits = self.steps, self.episodes, self.bytes, self.age_s, self.per_stream
+        return any(limit is not None for limit in limits)
 
     @staticmethod
     def of(capacity: int | Retention | None) -> Retention:

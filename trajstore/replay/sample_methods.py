@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 import torch
+from numpy.typing import ArrayLike
 
 from trajstore.arguments import check_positive
 from trajstore.replay.session import Session
@@ -14,9 +15,10 @@ from trajstore.sampling.batch_iterator import BatchIterator
 from trajstore.sampling.batches.batch_assembler import Where
 from trajstore.sampling.batches.outputs import Batch, Ring
 from trajstore.sampling.hindsight import Hindsight
+from trajstore.sampling.index.index_entries import StepIndex
 from trajstore.sampling.priorities.priority_options import PriorityChanges
 from trajstore.sampling.windows import Windows
-from trajstore.schema import Field
+from trajstore.schema import Array, Field
 
 
 class SampleMethods:
@@ -93,7 +95,7 @@ class SampleMethods:
         """
         session = self._session
         session.check()
-        return session.drawing.iterate(
+        iterator = session.drawing.iterate(
             lambda: session.reader.batches(
                 batch_size,
                 self._windows(windows),
@@ -105,9 +107,12 @@ class SampleMethods:
                 prioritised=prioritised,
                 relabel=relabel,
                 out=out,
-                admit=session.drawing.admit,
+                admit=session.drawing.admit if session.drawing.is_paced else None,
+                count=None if session.drawing.is_paced else session.drawing.count,
             )
         )
+        iterator.owner = self  # a buffer that only its iterators refer to stays open
+        return iterator
 
     def epoch(
         self,
@@ -122,7 +127,7 @@ class SampleMethods:
     ) -> BatchIterator:
         """An iterator over every window once; see `Reader.epoch`."""
         self._session.check()
-        return self._session.reader.epoch(
+        iterator = self._session.reader.epoch(
             batch_size,
             self._windows(windows),
             shuffle=shuffle,
@@ -131,6 +136,8 @@ class SampleMethods:
             where=where,
             out=out,
         )
+        iterator.owner = self
+        return iterator
 
     def sample_episodes(
         self,
@@ -146,26 +153,36 @@ class SampleMethods:
 
     def at(
         self,
-        index: torch.Tensor,
+        index: StepIndex,
         windows: Windows | None = None,
         *,
         relabel: Hindsight | None = None,
         out: Mapping[str, Any] | Ring | None = None,
     ) -> Batch:
-        """The windows that a batch's ``index`` names; see `Reader.at`."""
+        """The windows at the steps of a batch, or at others; see `Reader.at`."""
         self._session.check()
         return self._session.reader.at(index, self._windows(windows), relabel=relabel, out=out)
 
-    def n_windows(self, windows: Windows | None = None) -> int:
-        """The number of windows that can be drawn."""
-        return self._session.reader.n_windows(self._windows(windows))
+    def n_windows(self, windows: Windows | None = None, *, where: Where | None = None) -> int:
+        """The number of windows that can be drawn; see `Reader.n_windows`."""
+        return self._session.reader.n_windows(self._windows(windows), where=where)
+
+    def window_stats(self, windows: Windows | None = None) -> dict[str, int]:
+        """What can be drawn, and how many steps are left out; see `Reader.window_stats`."""
+        self._session.check()
+        return self._session.reader.window_stats(self._windows(windows))
 
     # ---- priorities and columns
 
-    def update_priorities(self, index: torch.Tensor, priority: torch.Tensor, windows: Windows | None = None) -> int:
-        """Set the priorities of steps that a batch's ``index`` names; see `Reader.update_priorities`."""
+    def update_priorities(self, index: StepIndex, priority: ArrayLike, windows: Windows | None = None) -> int:
+        """Set the priorities of the steps of a batch, or of other steps; see `Reader.update_priorities`."""
         self._session.check()
         return self._session.reader.update_priorities(index, priority, windows)
+
+    def priorities(self, index: torch.Tensor | None = None) -> Array:
+        """The priorities of steps; see `Reader.priorities`. `flush` stores them for `Snapshot.read_episode`."""
+        self._session.check()
+        return self._session.reader.priorities(index)
 
     def set_priorities(self, **changes: Unpack[PriorityChanges]) -> None:
         """Change options of `Priorities`; see `Reader.set_priorities`. Checkpoints keep the changed options."""
@@ -176,25 +193,30 @@ class SampleMethods:
             changed = replace(session.options.priorities, **changes)
             session.options = replace(session.options, priorities=changed)
 
-    def add_column(self, name: str, field: Field, *, fill: float = 0) -> None:
+    def add_column(self, name: str, field: Field | str = "float32", *, fill: float = 0) -> None:
         """Keep a value for every step, computed after collection; see `Reader.add_column`. Checkpoints hold it."""
         self._session.check()
         self._session.reader.add_column(name, field, fill=fill)
 
     def write_column(
-        self, name: str, index: torch.Tensor, values: torch.Tensor, windows: Windows | None = None
+        self, name: str, index: StepIndex, values: torch.Tensor | Array, windows: Windows | None = None
     ) -> int:
-        """Set a column's values at steps that a batch's ``index`` names; see `Reader.write_column`.
+        """Set a column's values at the steps of a batch, or at others; see `Reader.write_column`.
 
         `flush` makes them durable.
         """
         self._session.check()
         return self._session.reader.write_column(name, index, values, windows)
 
-    def write_all(self, name: str, values: Any) -> int:
-        """Set a column's values for all steps, in the order of `read_all_in_order`; returns the number of steps."""
+    def write_all(self, name: str, values: Any) -> None:
+        """Set a column's values for all steps, in the order of `read_all_in_order`."""
         self._session.check()
-        return self._session.reader.write_all(name, values)
+        self._session.reader.write_all(name, values)
+
+    def column(self, name: str) -> Array:
+        """A column's values of all steps, in the order of `read_all_in_order`; a copy on the host."""
+        self._session.check()
+        return self._session.reader.column(name)
 
     def read_all_in_order(
         self, *, block_steps: int = 8192, fields: Iterable[str] | None = None, prefetch: int = 0
@@ -202,6 +224,20 @@ class SampleMethods:
         """An iterator over all steps, one block at a time; see `Reader.read_all_in_order`."""
         self._session.check()
         return self._session.reader.read_all_in_order(block_steps=block_steps, fields=fields, prefetch=prefetch)
+
+    def read_episodes_in_order(
+        self,
+        *,
+        block_steps: int = 8192,
+        max_block_bytes: int | str = "1GiB",
+        fields: Iterable[str] | None = None,
+        prefetch: int = 0,
+    ) -> BatchIterator:
+        """An iterator over all steps in blocks of whole episodes; see `Reader.read_episodes_in_order`."""
+        self._session.check()
+        return self._session.reader.read_episodes_in_order(
+            block_steps=block_steps, max_block_bytes=max_block_bytes, fields=fields, prefetch=prefetch
+        )
 
     @property
     def policy_version(self) -> int | None:

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trajstore.errors import ClosedError, RankError
+from trajstore.errors import ClosedError, DataError, NotReadyError, RankError
 from trajstore.replay.appending import Appending
 from trajstore.replay.capture import Capture
 from trajstore.replay.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
 from trajstore.replay.drawing import Drawing
 from trajstore.replay.eviction import Eviction
+from trajstore.replay.exit_hooks import ExitHooks
 from trajstore.replay.limit_evictor import LimitEvictor
 from trajstore.replay.options import ReplayOptions, to_json
 from trajstore.replay.policy_versions import PolicyVersions
@@ -23,13 +24,16 @@ from trajstore.replay.retention import Retention
 from trajstore.replay.session_start import SessionStart
 from trajstore.replay.session_state import Counters, as_tensors
 from trajstore.replay.statistics import ObservedStatistics
+from trajstore.replay.stored_bytes import StoredBytes
 from trajstore.replay.turns import TurnTaking
 from trajstore.sampling.batches.batch_assembler import BatchAssembler
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Schema
 from trajstore.store.garbage_collection import GarbageCollector
+from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store
+from trajstore.unclosed import Registration
 from trajstore.writing.writer import Writer
 
 _log = logging.getLogger(__name__)
@@ -45,14 +49,18 @@ class Session:
         options: What the buffer was made with.
         writer: Appends to the session's own stream.
         reader: Draws and assembles batches.
+        stored: Sizes of the stored steps.
         evictor: Applies the limits.
         collector: Frees storage in the background.
         schedule: Takes checkpoints and has them written.
         appending, drawing, eviction, versions, readiness: The parts of the buffer.
+        exit_hooks: Take a last checkpoint before the process ends, if the program asked for it.
+        registration: Has the session closed if the program does not.
     """
 
     writer: Writer
     reader: Reader
+    stored: StoredBytes
     evictor: LimitEvictor
     collector: GarbageCollector
     schedule: CheckpointSchedule
@@ -69,10 +77,12 @@ class Session:
         self.group = start.group
         self.pace = start.options.samples_per_insert
         self.turns = TurnTaking()
-        self.readiness = Readiness(self.count)
+        self.readiness = Readiness(self.count, self.has_window)
         saved = start.state.get("statistics") if start.state is not None else None
         self.statistics = ObservedStatistics(start.store.schema, start.options.statistics, saved)
         self.is_closed = False
+        self.exit_hooks: ExitHooks | None = None
+        self.registration: Registration | None = None
         self._is_closing = False
         self._ending = threading.RLock()
         self._pid = os.getpid()
@@ -90,9 +100,10 @@ class Session:
             rank=options.rank,
             world_size=options.world_size,
             world=group.id,
-            checkpoint=start.checkpoint.id if start.checkpoint is not None else None,
+            checkpoint=start.checkpoint,
             dead=start.dead,
         )
+        self.writer.leave_to_owner()
         try:
             # Evicted rows stay evicted for readers: of all records, only those of the newest sessions count.
             self.writer.set_view(first_rows=start.first_marks())
@@ -102,6 +113,8 @@ class Session:
             if start.plan is not None:
                 _log.info("rank %d of %d:\n%s", group.rank, group.size, start.plan.report)
             self.schedule.start(is_back=start.is_back)
+            if group.is_leader and any(start.first_marks().values()):
+                self.collector.request_sweep()  # a session that ended may have left chunks that it had evicted
         except BaseException:
             self._end_threads()
             raise
@@ -121,10 +134,12 @@ class Session:
             compiled=options.compiled,
             streams=start.state["order"]["streams"] if start.state else (),
         )
-        self.evictor = LimitEvictor(self.reader.assembler, Retention.of(options.capacity))
+        self.stored = StoredBytes(self.storage, self.writer)
+        self.evictor = LimitEvictor(self.reader.assembler, Retention.of(options.capacity), self.stored)
         self._connect_parts()
         if start.state is not None:
             self._restore(start.state)
+        self._measure(shown)
         self.evictor.follow(shown)
         if options.statistics:
             self.writer.set_commit_observer(self.statistics.update)
@@ -154,6 +169,7 @@ class Session:
             start.checkpoint.id if start.checkpoint is not None else None,
             self.collector.check_pins,
             self.writer.wait,
+            self.collector.request_sweep,
             capture.take,
             CheckpointOptions(options.attend_s, options.checkpoint_seconds, options.keep_checkpoints),
         )
@@ -189,9 +205,13 @@ class Session:
             self.evictor.load_state_dict(state["retention"], self.start.known_spans)
             self.reader.load_state_dict(as_tensors(state["reader"]))
         self.drawing.n_sampled, self.drawing.n_redrawn = counters.sampled, counters.redrawn
-        self.eviction.bytes_per_step = counters.bytes_per_step
         if self.pace is not None and state["limiter"] is not None:
             self.pace.load_state_dict(state["limiter"])
+
+    def register(self, face: object) -> None:
+        """Have the session closed when the buffer that the program holds is dropped, or when the process ends."""
+        name = f"{type(face).__name__} at {self.store.url}"
+        self.registration = Registration(face, self.close, self.flush, name)
 
     # ---- while it is open
 
@@ -217,6 +237,16 @@ class Session:
         with self.up_to_date() as assembler:
             return assembler.index.n_steps, assembler.index.n_episodes
 
+    def has_window(self) -> bool:
+        """Whether a window of the buffer's own kind exists; True as well if `sample` will tell that none can."""
+        with self.up_to_date() as assembler:
+            try:
+                return assembler.kind(self.options.sample).starts.total > 0
+            except NotReadyError:
+                return False
+            except DataError:
+                return True
+
     def refresh(self) -> None:
         self.check()
         self.follow_others()
@@ -224,11 +254,25 @@ class Session:
     def follow_others(self) -> None:
         """Show what other sessions have committed since; the cost is proportional to the new data."""
         self.store.refresh()
-        assembler = self.reader.assembler
+        assembler, fresh = self.reader.assembler, self.start.shown()
+        self._measure(fresh)
         with assembler.lock:
             fresh = self.start.shown()
             assembler.follow(fresh)
             self.evictor.follow(fresh)
+
+    def _measure(self, shown: Snapshot) -> None:
+        """Measure the objects of other streams if a limit counts bytes. Waits for the storage, without a lock."""
+        if self.evictor.options.bytes is not None:
+            self.stored.measure(shown)
+
+    def step_bytes(self) -> int | None:
+        """Bytes of the committed steps that are shown; None if streams of other sessions were not measured.
+
+        Called with the assembler's lock held.
+        """
+        assembler = self.reader.assembler
+        return int(self.stored.of(assembler.index).total) if self.stored.knows(assembler.snapshot) else None
 
     def state(self) -> dict[str, Any]:
         """Everything in memory that a resume needs; called with the assembler's and the writer's lock held."""
@@ -236,7 +280,6 @@ class Session:
         counters = Counters(
             self.drawing.n_sampled,
             self.drawing.n_redrawn,
-            self.eviction.bytes_per_step,
             self.versions.current,
         )
         return {
@@ -253,14 +296,20 @@ class Session:
         """Make appended, written-back and evicted steps durable, and wait for checkpoints being written."""
         self.check()
         self.writer.commit()
-        if self.reader.has_columns:
-            assembler = self.reader.assembler
-            with assembler.lock:
-                assembler.publish()  # committed rows have their values stored by row
-                self.reader.save_columns(self.writer)
-            self.writer.commit()
+        self.save_values()
         self.eviction.hide_removed()
         self.schedule.wait()
+
+    def save_values(self) -> None:
+        """Store changed priorities and column values of committed steps."""
+        reader = self.reader
+        if reader.priority_sampler is None and not reader.has_columns:
+            return
+        with reader.assembler.lock:
+            reader.assembler.publish()  # committed rows have their values stored by row
+            n = reader.save_values(self.writer)
+        if n:
+            self.writer.commit()
 
     def check_process(self) -> None:
         """Refuse a call in another process. Comes before any lock: a forked child may find it held for ever."""
@@ -276,7 +325,8 @@ class Session:
 
     def check(self) -> None:
         """Refuse a call on a closed buffer, and raise what failed in the background."""
-        self.check_open()
+        if self.is_closed or self._pid != os.getpid():
+            self.check_open()
         self.schedule.raise_pending()
         self.collector.raise_pending()
         self.writer.raise_pending()
@@ -296,14 +346,20 @@ class Session:
 
     def _close(self) -> None:
         if not self.writer.is_closed:
-            self.writer.commit()
+            with contextlib.suppress(
+                ClosedError
+            ):  # after a `close` that failed, or an interrupt: only `close` commits
+                self.writer.commit()
             self._apply_limits_last()
+            self._save_last_values()
         self._is_closing = self.eviction.is_closing = True
         errors = [e for end in (self.schedule.close, self.collector.close) if (e := failure_of(end))]
         self.eviction.write_final_marks()
+        self._stop_following()
         self.writer.close()
         self.is_closed = True
         errors += [e for e in (failure_of(self.group.leave),) if e]
+        self._leave_process()
         self._free()
         if errors:
             raise errors[0]
@@ -311,11 +367,19 @@ class Session:
     def _apply_limits_last(self) -> None:
         assembler = self.reader.assembler
         with assembler.lock:
-            try:
-                assembler.publish()
-            except ValueError:  # `cache_bytes` is too small for the appended steps, and nothing was sampled before:
-                if assembler.has_cache:  # the next session applies its limits
-                    raise
+            assembler.publish()
+
+    def _stop_following(self) -> None:
+        """Let batches that are still drawn show the episodes as they are: the writer ends open ones as cut."""
+        with self.reader.assembler.lock:
+            self.reader.assembler.stop_following()
+
+    def _save_last_values(self) -> None:
+        try:
+            self.save_values()
+        except ValueError:  # as above: without a cache, nothing was sampled, and no value can have changed
+            if self.reader.assembler.has_cache:
+                raise
 
     def release(self) -> None:
         """End all threads; steps that are not durable are lost."""
@@ -323,10 +387,20 @@ class Session:
         if self.pace is not None:
             self.pace.close()
         self.schedule.cancel()
+        self._stop_following()
         self._end_threads()
         failure_of(self.group.leave)
         self.writer.release()
+        self._leave_process()
         self._free()
+
+    def _leave_process(self) -> None:
+        """Undo what would be done at the end of the process."""
+        registration, self.registration = self.registration, None
+        if registration is not None:
+            registration.end()
+        if self.exit_hooks is not None:
+            self.exit_hooks.remove()
 
     def _free(self) -> None:
         if self.pace is not None:

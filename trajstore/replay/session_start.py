@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from trajstore.distributed.joining import join_group, rejoin_group
 from trajstore.distributed.partitions import Partitions, Policy
 from trajstore.distributed.rank_group import RankGroup
 from trajstore.distributed.redistribution import plan_partitions, read_parts
-from trajstore.errors import RankError
+from trajstore.errors import RankError, SchemaError, StoreExistsError
+from trajstore.format.lineage import Lineage
 from trajstore.format.marks import Marks
 from trajstore.replay.merged_state import merged_state
 from trajstore.replay.options import (
@@ -24,6 +25,8 @@ from trajstore.replay.options import (
 )
 from trajstore.replay.session_state import RankShare
 from trajstore.sampling.rng import rank_seed
+from trajstore.sampling.windows import Windows
+from trajstore.schema import Schema, check_not_reserved, has_reserved, selected_paths
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
 from trajstore.store.checkpoints import Checkpoint
@@ -31,6 +34,8 @@ from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store, check_root
 
 _log = logging.getLogger(__name__)
+
+Exist = Literal["join", "resume", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class SessionStart:
         own_streams: Streams that this rank has written before in this world.
         shown_by_checkpoint: The snapshot that the checkpoint names.
         is_back: Whether this session replaces a rank that died.
+        lineage: What a session without a checkpoint shows of the streams that existed when it began. Sessions that
+            resume later do not change it.
     """
 
     store: Store
@@ -71,10 +78,12 @@ class SessionStart:
     own_streams: frozenset[str] = frozenset()
     shown_by_checkpoint: Snapshot | None = None
     is_back: bool = False
+    lineage: Lineage = field(default_factory=Lineage)
 
     def shown(self) -> Snapshot:
         """What can be sampled of the store, as of its last refresh."""
         fresh, options = self.store.snapshot, self.options
+        fresh = fresh.within(self.lineage)
         if self.group.size > 1 and options.share == "partition":
             fresh = fresh.only(lambda record: record.rank == options.rank)
         if self.shown_by_checkpoint is not None:
@@ -134,6 +143,67 @@ class SessionStart:
         return {stream: extent.spans for stream, extent in self.checkpoint.streams.items()}
 
 
+def check_exist(exist: object) -> None:
+    """Refuse what is not an `Exist`.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if exist not in (None, "join", "resume", "fail"):
+        raise ValueError(f"exist: expected 'join', 'resume' or 'fail', got {exist!r}")
+
+
+def start_at(store: Store, options: ReplayOptions, given: OptionChanges, exist: Exist | None) -> SessionStart:
+    """Begin at a store that may hold steps of earlier sessions; see `ReplayBuffer`.
+
+    Args:
+        store: The store.
+        options: Checked options.
+        given: The same options as they were given, for a resume.
+        exist: What to do with steps and checkpoints of earlier sessions; None: join, and say so.
+
+    Raises:
+        StoreExistsError: There are some, and ``exist`` is "fail".
+    """
+    if exist == "resume" and checkpoints.list_checkpoints(store.snapshot.storage):
+        return start_resumed(store, "latest", given, RedistributionOptions())
+    records = [record for record in store.snapshot.streams if record.rows]
+    n_rows = sum(record.rows - record.first_row for record in records)
+    if exist == "fail" and records:
+        raise StoreExistsError(
+            f"{store.url} holds {n_rows} rows of earlier sessions; choose another URL for a new run, or continue"
+            " with exist='join' or exist='resume'"
+        )
+    if records:
+        level = logging.WARNING if exist is None else logging.INFO
+        _log.log(
+            level,
+            "%s holds %d rows of %d earlier sessions, which can be sampled too; choose with exist='join', 'resume'"
+            " or 'fail'",
+            store.url,
+            n_rows,
+            len(records),
+        )
+    if store.schema is not None:
+        _check_can_be_sampled(store.url, store.schema, options.sample)
+    return start_fresh(store, options)
+
+
+def _check_can_be_sampled(url: str, schema: Schema, windows: Windows) -> None:
+    """Refuse a store with fields that no batch can hold, unless the windows leave them out.
+
+    Raises:
+        SchemaError: There is such a field. New stores have none.
+    """
+    try:
+        check_not_reserved(selected_paths(schema, windows.fields))
+    except SchemaError as error:
+        others = [path for path in schema if not has_reserved([path])]
+        raise SchemaError(
+            f"{url}: {error}. To sample this store, leave it out: sample=Windows(fields={others!r:.200})"
+        ) from None
+
+
 def start_fresh(store: Store, options: ReplayOptions) -> SessionStart:
     """Begin with an empty store, or continue with everything an existing one holds.
 
@@ -147,7 +217,8 @@ def start_fresh(store: Store, options: ReplayOptions) -> SessionStart:
                 f"{store.url} was written by {record.world_size or 1} ranks, this is one of {size}: continue with"
                 " ReplayBuffer.resume(url, checkpoint), which redistributes the episodes"
             )
-    return SessionStart(store, options, _joined_group(store, options, None, RedistributionOptions()))
+    group = _joined_group(store, options, None, RedistributionOptions())
+    return SessionStart(store, options, group, lineage=store.snapshot.lineage)
 
 
 def start_resumed(store: Store, which: str, changes: OptionChanges, how: RedistributionOptions) -> SessionStart:
@@ -174,7 +245,8 @@ def start_rejoined(store: Store, world: str | None, changes: OptionChanges) -> S
     ours = [c for c in checkpoints.list_checkpoints(storage) if c.world == group.id and (c.n_ranks or 1) == size]
     found = ours[-1] if ours else checkpoints.find(storage, began_at) if began_at is not None else None
     if found is None:
-        return SessionStart(store, given, group, own_streams=own, is_back=True)
+        lineage = store.snapshot.lineage
+        return SessionStart(store, given, group, own_streams=own, is_back=True, lineage=lineage)
     how = RedistributionOptions() if ours else RedistributionOptions(**(group.read("how", rank) or {}))
     shown = Snapshot.at(storage, store.schema, found)
     options, state, plan = _resumed(store, found, shown, changes, how)

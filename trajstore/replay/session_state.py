@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 
@@ -32,13 +31,11 @@ class Counters:
     Attributes:
         sampled: Windows drawn.
         redrawn: Batches drawn again because another session had evicted their rows.
-        bytes_per_step: Bytes that a step takes on storage; None before the first commit.
         policy_version: The version of the policy that collects; None: not recorded.
     """
 
     sampled: int
     redrawn: int
-    bytes_per_step: float | None
     policy_version: int | None
 
     def to_tree(self) -> dict[str, Any]:
@@ -46,23 +43,15 @@ class Counters:
 
     @staticmethod
     def from_tree(tree: Mapping[str, Any]) -> Counters:
-        size, version = tree["bytes_per_step"], tree["policy_version"]
-        return Counters(
-            int(tree["sampled"]),
-            int(tree["redrawn"]),
-            None if size is None else float(size),
-            None if version is None else int(version),
-        )
+        version = tree["policy_version"]
+        return Counters(int(tree["sampled"]), int(tree["redrawn"]), None if version is None else int(version))
 
     @staticmethod
-    def merged(counters: Sequence[Counters], n_steps: Sequence[int], share: RankShare) -> Counters:
-        """This rank's share of what other ranks have counted; ``n_steps`` weighs their bytes per step."""
-        known = [(c.bytes_per_step, max(n, 1)) for c, n in zip(counters, n_steps, strict=True) if c.bytes_per_step]
-        sizes, weights = zip(*known, strict=True) if known else ((), ())
+    def merged(counters: Sequence[Counters], share: RankShare) -> Counters:
+        """This rank's share of what other ranks have counted."""
         return Counters(
             share.of(sum(c.sampled for c in counters)),
             share.of(sum(c.redrawn for c in counters)),
-            float(np.average(sizes, weights=weights)) if sizes else None,
             max((c.policy_version for c in counters if c.policy_version is not None), default=None),
         )
 

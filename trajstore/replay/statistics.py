@@ -40,6 +40,7 @@ class RunningStatistics:
             raise TypeError(f"fields: expected a list of names, got the string {fields!r}")
         check_positive("max_elements", max_elements)
         self._known = frozenset(schema)
+        self._added = {path for path, spec in schema.fields.items() if spec.fill is not None}
         # Allocating memory for every block would cost more than the arithmetic.
         scratch = np.empty(max(_BLOCK_ELEMENTS, max_elements))
         self._moments = {
@@ -100,7 +101,8 @@ class RunningStatistics:
     def _load(
         self, state: Mapping[str, Mapping[str, Any]], take: Callable[[_Moments, Mapping[str, Array]], None]
     ) -> None:
-        if state.keys() != self._moments.keys():
+        # A field that was added to the store since then begins with nothing counted.
+        if not self._moments.keys() - self._added <= state.keys() <= self._moments.keys():
             expected, got = ", ".join(self._moments), ", ".join(state)
             raise ValueError(f"state: expected statistics of {expected}, got those of {got}")
         arrays = {path: self._moments[path].checked_state(part) for path, part in state.items()}

@@ -29,7 +29,8 @@ class TurnTaking:
 
     def before_append(self) -> None:
         """Wait while a checkpoint needs room, and give way once to a thread that assembles a batch."""
-        self._may_append.wait()
+        if not self._may_append.is_set():
+            self._may_append.wait()
         if not self._no_batch.is_set():
             # Two threads that run Python all the time would otherwise each wait for the other.
             self._no_batch.wait(_YIELD_S)

@@ -5,27 +5,32 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from trajstore.background_pool import BackgroundPool
 from trajstore.errors import ClosedError, NotReadyError
 from trajstore.sampling.batches.batch_assembler import BatchAssembler, WindowKind
 from trajstore.sampling.batches.batch_plan import BatchPlan
 from trajstore.sampling.batches.cuda_streams import current_event, side_stream, wait_for
 from trajstore.sampling.batches.evicted_windows import are_goals_evicted, evicted_windows
-from trajstore.sampling.batches.outputs import Ring, to_batch
+from trajstore.sampling.batches.outputs import Batch, Ring, to_batch
 from trajstore.sampling.draws import Draws, RandomDraws, StagedDraws
+from trajstore.sampling.episode_blocks import EpisodeBlockDraws
 from trajstore.sampling.hindsight import GOAL_INDEX
 from trajstore.sampling.priorities.prioritised_draws import PrioritisedDraws
 from trajstore.sampling.segment_loader import SegmentLoader
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.schema import Array
 
+Outputs = Mapping[str, torch.Tensor]
+
 _NO_STREAM = 1 << 30
+_NO_SLOT = -1
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class _QueuedBatch:
     is_admitted: bool = False
 
 
-class BatchIterator(Iterator[Any]):
+class BatchIterator(Iterator[Batch]):
     """An iterator over batches: iterate, or get single batches with ``next``. Several threads may take turns.
 
     The iterating thread draws windows. With ``prefetch``, that many batches beyond the current one are planned, and
@@ -82,58 +87,99 @@ class BatchIterator(Iterator[Any]):
         ring: Memory for the batches, of at least ``prefetch + 2`` slots.
         as_tensordict: Whether batches are TensorDicts.
         admit: Called with the size of each batch before it is delivered; may wait or raise.
+        count: Called with the size of each batch that is delivered; does not wait.
         plan: Plans drawn windows, with goals in hindsight that were drawn before if the third argument is given.
+        run: Makes a flat batch of drawn windows in one go, or returns None if that is not possible.
+
+    Attributes:
+        owner: An object that must not be garbage-collected while the iterator is in use, if there is one.
     """
 
     def __init__(
         self,
         assembler: BatchAssembler,
-        draws: Draws | PrioritisedDraws,
+        draws: Draws | PrioritisedDraws | EpisodeBlockDraws,
         *,
         prefetch: int = 0,
         ring: Ring | None = None,
         as_tensordict: bool,
         admit: Callable[[int], None] | None = None,
+        count: Callable[[int], None] | None = None,
         plan: Callable[[WindowKind, DrawnWindows, torch.Tensor | None], BatchPlan] | None = None,
+        run: Callable[[WindowKind, DrawnWindows, Outputs], dict[str, torch.Tensor] | None] | None = None,
     ) -> None:
         if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
             raise ValueError(f"prefetch: expected 0 or a positive integer, got {prefetch!r}")
         if ring is not None and len(ring) < prefetch + 2:
             raise ValueError(f"out: expected a ring of at least {prefetch + 2} (prefetch + 2), got {len(ring)}")
+        self.owner: object = None
         self._assembler = assembler
         self._draws = draws
         self._prefetch = prefetch
         self._ring = ring
         self._as_tensordict = as_tensordict
-        self._admit = admit
+        self._admit, self._count = admit, count
+        # A batch that is planned and read at once need not be queued. While `admit` waits, the index may change.
+        self._run = run if not prefetch and admit is None else None
         self._plan = plan if plan is not None else lambda kind, draw, goals: kind.plan(draw)
         self._queue: deque[_QueuedBatch] = deque()  # guarded by the assembler's lock
         self._is_over = self._is_closed = False
         self._turn = threading.Lock()  # held by the thread whose turn it is to take a batch
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-prefetch") if prefetch else None
+        self._threads = BackgroundPool(1, "trajstore-prefetch") if prefetch else None
         self._loader = SegmentLoader(assembler, draws) if isinstance(draws, StagedDraws) else None
 
     # ---- delivering batches
 
-    def __next__(self) -> Any:
-        ready = None
+    def __next__(self) -> Batch:
         with self._turn:
+            ready = self._run_next()
             while ready is None:
                 ready = self._take_next()
         assert ready.batch is not None
+        if self._count is not None:
+            self._count(len(ready.batch["index"]))
         if ready.event is not None:
             wait_for(ready.event, ready.batch, self._assembler.device)
-        return to_batch(ready.batch, self._as_tensordict)
+        batch: Batch = to_batch(ready.batch, self._as_tensordict)
+        return batch
+
+    def _run_next(self) -> _ReadyBatch | None:
+        """Draw and read a batch in one go; None if that is not possible."""
+        if self._run is None:
+            return None
+        with self._assembler.lock:
+            if self._is_closed or self._is_over or self._queue:
+                return None
+            self._assembler.publish()
+            drawn = self._draws.draw()
+            if drawn is None:
+                self._is_over = True
+                return None
+            slot = self._reserve_slot()
+            batch = self._run(*drawn, self._outputs(drawn[0], len(drawn[1].entry), slot))
+            if batch is None:
+                self._enqueue(*drawn, slot)
+                return None
+            if self._ring is not None:
+                self._ring.give(slot, batch)
+            return _ReadyBatch(batch)
+
+    def _outputs(self, kind: WindowKind, n: int, slot: int) -> Outputs:
+        return {} if self._ring is None else self._ring.take(slot, (kind.windows, n))
 
     def _take_next(self) -> _ReadyBatch | None:
         """The next batch; None if all of its windows were evicted."""
         queued = self._dequeue()
         try:
-            return self._deliver(queued)
+            ready = self._deliver(queued)
         except NotReadyError:  # nothing can be drawn in place of evicted windows, so it stays the next batch
             with self._assembler.lock:
                 self._queue.appendleft(replace(queued, work=None))
             raise
+        if ready is None:
+            with self._assembler.lock:
+                self._give_slot_back(queued)
+        return ready
 
     def _dequeue(self) -> _QueuedBatch:
         """Remove the next batch from the queue, once it is admitted."""
@@ -180,11 +226,11 @@ class BatchIterator(Iterator[Any]):
         zeros = torch.zeros(len(evicted), dtype=torch.int64, device=self._assembler.device)
         draw = DrawnWindows(zeros, zeros, n, probability, weight)
         kept = np.flatnonzero(~evicted)
-        draw = _replaced(draw, kept, self._assembler.draw_at(kind, handles[kept], None, is_strict=False))
+        draw = draw.replaced(kept, self._assembler.draw_at(kind, handles[kept], None, is_strict=False))
         if evicted.any():
             drawn = self._draws.draw(int(evicted.sum()))
             assert drawn is not None
-            draw = _replaced(draw, np.flatnonzero(evicted), drawn[1])
+            draw = draw.replaced(np.flatnonzero(evicted), drawn[1])
         return self._make_plan(kind, draw, queued.slot)
 
     def _leave_out_evicted(self, queued: _QueuedBatch) -> _PlannedBatch | None:
@@ -242,11 +288,11 @@ class BatchIterator(Iterator[Any]):
             if drawn is None:
                 self._is_over = True
                 return False
-            self._enqueue(*drawn)
+            self._enqueue(*drawn, self._reserve_slot())
             return True
 
-    def _enqueue(self, kind: WindowKind, draw: DrawnWindows) -> None:
-        planned = self._make_plan(kind, draw, self._reserve_slot())
+    def _enqueue(self, kind: WindowKind, draw: DrawnWindows, slot: int) -> None:
+        planned = self._make_plan(kind, draw, slot)
         extras = draw.n, draw.probability, draw.weight
         goals = planned.plan.known.get(GOAL_INDEX)
         facts = kind, planned.windows, planned.first_t, extras, goals, planned.version, planned.slot
@@ -254,6 +300,10 @@ class BatchIterator(Iterator[Any]):
 
     def _reserve_slot(self) -> int:
         return self._ring.reserve() if self._ring is not None else 0
+
+    def _give_slot_back(self, queued: _QueuedBatch) -> None:
+        if self._ring is not None:
+            self._ring.give_back(queued.slot)
 
     def _make_plan(
         self, kind: WindowKind, draw: DrawnWindows, slot: int, goals: torch.Tensor | None = None
@@ -279,12 +329,10 @@ class BatchIterator(Iterator[Any]):
             plan = self._up_to_date(planned)
             if plan is None:
                 return _ReadyBatch(None)
-            outs, ring = {}, self._ring
-            if ring is not None:
-                outs = ring.take(planned.slot, (kind.windows, len(plan.known["index"])))
+            outs = self._outputs(kind, len(plan.known["index"]), planned.slot)
             batch = assembler.read_batch(kind, plan, outs)
-            if ring is not None:
-                ring.give(planned.slot, batch)
+            if self._ring is not None:
+                self._ring.give(planned.slot, batch)
             return _ReadyBatch(batch, side.record_event() if side is not None else None)
 
     def _up_to_date(self, planned: _PlannedBatch) -> BatchPlan | None:
@@ -373,14 +421,16 @@ class BatchIterator(Iterator[Any]):
                 on_device = tuple(None if e is None else e.to(self._assembler.device) for e in extras)
                 first_t = first_t.to(self._assembler.device)
                 goals = None if goals is None else _renumbered(goals, stream)
-                handles, slot = _renumbered(windows, stream), self._reserve_slot()
-                queued = _QueuedBatch(kind, handles, first_t, on_device, goals, -1, slot, None)
+                handles = _renumbered(windows, stream)
+                queued = _QueuedBatch(kind, handles, first_t, on_device, goals, -1, _NO_SLOT, None)
                 batches.append(queued if self._can_redraw else self._planned_again(queued))
             self._draws.load_state_dict(state["draws"])
             self._is_over = bool(state["is_over"])
-            self._drop_queue()
+            late = self._drop_queue()
             for queued in batches:
-                self._requeue(queued)
+                slot = self._reserve_slot()
+                work = replace(queued.work, slot=slot) if isinstance(queued.work, _PlannedBatch) else None
+                self._requeue(replace(queued, slot=slot, work=work, late_work=late.get(slot)))
 
     def __len__(self) -> int:
         """Number of batches of the whole epoch."""
@@ -401,11 +451,16 @@ class BatchIterator(Iterator[Any]):
     def is_closed(self) -> bool:
         return self._is_closed
 
-    def _drop_queue(self) -> None:
+    def _drop_queue(self) -> dict[int, Future[_ReadyBatch]]:
+        """Give up all queued batches; returns, by slot of the ring, work that can't be cancelled."""
+        late = {}
         while self._queue:
-            work = self._queue.pop().work
-            if isinstance(work, Future):
-                work.cancel()
+            queued = self._queue.popleft()
+            self._give_slot_back(queued)
+            for work in (queued.late_work, queued.work):
+                if isinstance(work, Future) and not work.cancel():
+                    late[queued.slot] = work
+        return late
 
     def close(self) -> None:
         """Stop the background work and drop prepared batches. May be called again."""
@@ -413,7 +468,7 @@ class BatchIterator(Iterator[Any]):
             self._is_closed = True
             self._drop_queue()
         if self._threads is not None:
-            self._threads.shutdown(wait=True)
+            self._threads.shutdown()
         if self._loader is not None:
             self._loader.close()
 
@@ -436,16 +491,6 @@ def _renumbered(handles: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
     known = torch.where(stream >= 0, stream, _NO_STREAM)
     numbers = torch.where(handles[:, 0] >= 0, known[handles[:, 0].clamp(min=0)], -1)
     return torch.stack([numbers, handles[:, 1], handles[:, 2]], 1)
-
-
-def _replaced(draw: DrawnWindows, where: Array, other: DrawnWindows) -> DrawnWindows:
-    """A draw with the windows at positions ``where`` replaced by those of another draw."""
-    at = torch.from_numpy(where).to(draw.entry.device)
-    merged = {}
-    for name in ("entry", "start", "n", "probability", "weight"):
-        old, new = getattr(draw, name), getattr(other, name)
-        merged[name] = old if old is None or new is None else old.index_copy(0, at, new.to(old.dtype))
-    return DrawnWindows(**merged)
 
 
 def _on_host(tensor: torch.Tensor | None) -> torch.Tensor | None:

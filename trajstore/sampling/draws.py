@@ -77,7 +77,28 @@ class RandomDraws:
         Raises:
             NotReadyError: No such window exists.
         """
-        scope, n = self._scope, batch_size or self._batch_size
+        n = batch_size or self._batch_size
+        kind, low, n_recent = self._range(n)
+        parts = [(n_recent, low), (n - n_recent, 0)]
+        drawn = [kind.starts.draw(count, self._rng, first) for count, first in parts if count]
+        return kind, concat_drawn(drawn)
+
+    def single_draw(self) -> tuple[WindowKind, tuple[int, CounterRng, int]] | None:
+        """The draw of a batch that is uniform over one range of units: how many, the generator, and the first unit.
+
+        None if the batch is drawn in two parts.
+
+        Raises:
+            NotReadyError: No such window exists.
+        """
+        kind, low, n_recent = self._range(self._batch_size)
+        if n_recent not in (0, self._batch_size):
+            return None
+        return kind, (self._batch_size, self._rng, low if n_recent else 0)
+
+    def _range(self, n: int) -> tuple[WindowKind, int, int]:
+        """The kind of window, the number of the first recent one, and how many of ``n`` have to be recent."""
+        scope = self._scope
         kind = self._assembler.kind(self._windows, scope.where)
         low = first_recent(kind, scope)
         n_recent = round(n * scope.recent_fraction) if low else 0
@@ -85,9 +106,7 @@ class RandomDraws:
             raise self._assembler.no_windows(
                 self._windows, "that the restrictions allow " if low or scope.where else ""
             )
-        parts = [(n_recent, low), (n - n_recent, 0)]
-        drawn = [kind.starts.draw(count, self._rng, first) for count, first in parts if count]
-        return kind, concat_drawn(drawn)
+        return kind, low, n_recent
 
     @property
     def kind(self) -> WindowKind:
@@ -124,6 +143,7 @@ class _FrozenWindows:
         self._assembler = assembler
         self.kind = kind
         self.total = kind.starts.total
+        self.is_compiled = assembler.kernels is not None
         self._version = index.version
         self._streams = list(index.numbers)
         usable = kind.starts.usable_steps
@@ -215,7 +235,7 @@ class EpochDraws:
         self._part, self._n_parts = part, n_parts
         self._seed, self._shuffle = rng.fork().seed, shuffle
         self._rng = rng
-        self._order = Permutation(self._frozen.total, self._seed)
+        self._order = Permutation(self._frozen.total, self._seed, compiled=self._frozen.is_compiled)
         self._position = part * batch_size
         self.n_skipped = 0
 
@@ -264,7 +284,7 @@ class EpochDraws:
         self._frozen.load_state_dict(state["frozen"])
         self._seed, self._position = int(state["seed"]), int(state["position"])
         self.n_skipped = int(state["n_skipped"])
-        self._order = Permutation(self._frozen.total, self._seed)
+        self._order = Permutation(self._frozen.total, self._seed, compiled=self._frozen.is_compiled)
 
     def stats(self) -> State:
         return {"n_skipped": self.n_skipped}
@@ -331,7 +351,8 @@ class StagedDraws:
     def _order(self, round_: int) -> Permutation:
         key = (self._n_segments, self._seed + round_)
         if key not in self._orders:  # keep two: where rounds meet, segments of both are resident
-            self._orders = {**dict(list(self._orders.items())[-1:]), key: Permutation(*key)}
+            order = Permutation(*key, compiled=self._frozen.is_compiled)
+            self._orders = {**dict(list(self._orders.items())[-1:]), key: order}
         return self._orders[key]
 
     def windows_of(self, segment: int, every: int) -> DrawnWindows:

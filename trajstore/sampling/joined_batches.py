@@ -43,11 +43,15 @@ def _check_keys(first: BatchPart, part: BatchPart) -> None:
     if part.flat.keys() != first.flat.keys():
         missing = [key for key in first.flat if key not in part.flat]
         extra = [key for key in part.flat if key not in first.flat]
-        raise DataError(
-            f"batches differ: {part.name!r} lacks {listed(missing)}, {first.name!r} lacks {listed(extra)}"
-        )
+        lacks = [f"{a.name!r} lacks {listed(keys)}" for a, keys in ((part, missing), (first, extra)) if keys]
+        uniform = "; prioritised=False draws uniformly from all" if _has_priorities(missing + extra) else ""
+        raise DataError(f"batches differ: {', '.join(lacks)}{uniform}")
     if SOURCE in part.flat:
         raise DataError(f"source {part.name!r}: its batches have {SOURCE!r} already; mixtures can't be nested")
+
+
+def _has_priorities(keys: Iterable[str]) -> bool:
+    return any(key.startswith("priority/") for key in keys)
 
 
 def _check_alike(first: BatchPart, part: BatchPart, key: str, value: torch.Tensor) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -18,7 +20,9 @@ from trajstore.sampling.hindsight import Hindsight
 from trajstore.sampling.joined_batches import SOURCE, BatchPart, join, joined_shapes, listed
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.windows import Windows
-from trajstore.schema import Schema, nest
+from trajstore.schema import Array, Field, Schema, nest
+from trajstore.store.snapshot import Snapshot
+from trajstore.store.store import Store
 
 Weight = float | Callable[[int], float]
 WhenEmpty = Literal["error", "others"]
@@ -57,6 +61,8 @@ class Mixture:
         when_empty: If a source has no window to draw: ``"error"`` raises `NotReadyError`; ``"others"`` divides its
             share among the other sources as long as it is empty, and does not make up for it later.
         fields: Fields or groups to mix, if the sources differ in others; all by default.
+        cast: Dtypes of fields, such as ``{"observation": "float32"}``, for sources that store a field with
+            different dtypes: every batch is converted to these.
         shuffle: Put the windows of a batch in random order, rather than source by source.
 
     Raises:
@@ -76,8 +82,11 @@ class Mixture:
         exact: bool = True,
         when_empty: WhenEmpty = "error",
         fields: Iterable[str] | None = None,
+        cast: Mapping[str, str] | None = None,
         shuffle: bool = False,
     ) -> None:
+        if not isinstance(sources, Mapping):
+            raise TypeError(f"sources: expected a dict of readers or buffers by name, got {type(sources).__name__}")
         if not sources:
             raise ValueError("sources: expected at least one, got none")
         if when_empty not in get_args(WhenEmpty):
@@ -90,6 +99,10 @@ class Mixture:
         self._weights: list[Weight] = [weight for _, weight in pairs]
         self._exact, self._when_empty, self._shuffle = exact, when_empty, shuffle
         self._fields = None if fields is None else tuple(fields)
+        self._cast = {path: Field(dtype) for path, dtype in (cast or {}).items()}
+        for name, source in zip(self.names, self._sources, strict=True):
+            _check_source(name, source)
+        self._without_default = [n for n, source in self.sources.items() if _requires_windows(source)]
         self._rng = CounterRng(seed)
         self._n_batches = 0
         self._counts = [0] * len(pairs)
@@ -139,6 +152,9 @@ class Mixture:
         """
         check_positive("batch_size", batch_size)
         args = () if windows is None else (windows,)
+        if windows is None and self._without_default:
+            name = self._without_default[0]
+            raise TypeError(f"windows: source {name!r} has no default, as readers; pass windows=Windows(...)")
         options: dict[str, Any] = {}
         if where is not None:
             options["where"] = where
@@ -178,7 +194,7 @@ class Mixture:
     def update_priorities(
         self,
         index: torch.Tensor | Mapping[str, Any],
-        priority: torch.Tensor,
+        priority: torch.Tensor | Array,
         *,
         source: torch.Tensor | None = None,
         windows: Windows | None = None,
@@ -199,6 +215,7 @@ class Mixture:
                 the sources before it have been made.
         """
         step, source = (index, source) if isinstance(index, torch.Tensor) else (index["index"], index[SOURCE])
+        priority = torch.as_tensor(priority)
         if source is None:
             raise TypeError("update_priorities: an index does not tell its source; pass source= or the whole batch")
         self._check_update(step, source, priority)
@@ -283,18 +300,23 @@ class Mixture:
         known = {
             name: schema for name, schema in zip(self.names, self._schemas(), strict=True) if schema is not None
         }
-        mixed = {name: _mixed_schema(schema, self._fields) for name, schema in known.items()}
+        mixed = {name: _mixed_schema(schema, self._fields, self._cast) for name, schema in known.items()}
         if not mixed:
             return False
         first, *others = mixed
         differences = [
             f"{first!r} and {name!r}: {'; '.join(found)}"
             for name in others
-            if (found := mixed[first].differences(mixed[name]))
+            if (found := mixed[first].differences(mixed[name], repr(first), repr(name)))
         ]
         if differences:
-            raise SchemaError(f"sources differ (fields= names those to mix): {' / '.join(differences)}")
+            raise SchemaError(
+                f"sources differ: {' / '.join(differences)}. Pass fields= to mix only some fields, or cast= to"
+                " convert dtypes, such as cast={'observation': 'float32'}"
+            )
         self._check_names(list(mixed[first]), len(mixed) == len(self.names))
+        if unknown := [path for path in self._cast if path not in mixed[first]]:
+            raise SchemaError(f"cast: no source has {unknown[0]!r}; they have {listed(mixed[first])}")
         return len(mixed) == len(self.names)
 
     def _check_names(self, paths: Sequence[str], is_all: bool) -> None:
@@ -367,6 +389,7 @@ class _Collection:
             return False
         self.batch_type = dict if isinstance(batch, dict) else type(batch)
         flat = _without_other_fields(flat_outputs(batch), _schema_of(source), self._mixture._fields)
+        flat = _cast_fields(flat, self._mixture._cast)
         self.parts.append(BatchPart(position, name, flat, n))
         return True
 
@@ -392,10 +415,32 @@ def _schema_of(source: Any) -> Schema | None:
     return schema
 
 
-def _mixed_schema(schema: Schema, fields: tuple[str, ...] | None) -> Schema:
+def _check_source(name: str, source: Any) -> None:
+    if isinstance(source, Store | Snapshot):
+        raise TypeError(f"source {name!r}: expected a reader or a buffer, got a store; pass Reader(store)")
+    # By `dir`: the schema itself may not be known yet, and then raises an error.
+    if not {"sample", "schema"} <= set(dir(source)):
+        raise TypeError(f"source {name!r}: expected a reader or a buffer, got {type(source).__name__}")
+
+
+def _requires_windows(source: Any) -> bool:
+    windows = inspect.signature(source.sample).parameters.get("windows")
+    return windows is not None and windows.default is windows.empty
+
+
+def _cast_fields(flat: dict[str, torch.Tensor], cast: Mapping[str, Field]) -> dict[str, torch.Tensor]:
+    """A batch with some fields, and their next values, converted to other dtypes."""
+    if not cast:
+        return flat
+    chosen = {key: cast[key.removeprefix("next/")] for key in flat if key.removeprefix("next/") in cast}
+    return flat | {key: flat[key].to(getattr(torch, field.dtype)) for key, field in chosen.items()}
+
+
+def _mixed_schema(schema: Schema, fields: tuple[str, ...] | None, cast: Mapping[str, Field]) -> Schema:
     """The part of a schema that sources must share: the mixed fields, without final values and episode columns."""
     mixed = schema.with_final(set())
     mixed.episode = {}
+    mixed.fields = {p: replace(f, dtype=cast[p].dtype) if p in cast else f for p, f in mixed.fields.items()}
     if fields is not None:
         mixed.fields = {p: f for p, f in mixed.fields.items() if any(_is_below(p, name) for name in fields)}
     if mixed.reward not in mixed.fields:

@@ -12,8 +12,9 @@ from trajstore.sampling.batch_iterator import BatchIterator
 from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where, WindowKind
 from trajstore.sampling.batches.outputs import Batch, Ring
 from trajstore.sampling.draws import DrawScope, EpochDraws, RandomDraws, StagedDraws
+from trajstore.sampling.episode_blocks import EpisodeBlockDraws, block_windows
 from trajstore.sampling.hindsight import Hindsight
-from trajstore.sampling.index.index_entries import handles_of
+from trajstore.sampling.index.index_entries import StepIndex, handles_of
 from trajstore.sampling.priorities.prioritised_draws import PrioritisedDraws
 from trajstore.sampling.priorities.priority_options import Priorities
 from trajstore.sampling.reader_batches import ReaderBatches
@@ -23,7 +24,7 @@ from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema
 from trajstore.store.snapshot import Snapshot
-from trajstore.store.store import Store
+from trajstore.store.store import Store, check_is_store
 from trajstore.writing.writer import Writer
 
 _REMOTE_HOST_BYTES = 1 << 30
@@ -35,8 +36,9 @@ class Reader(StepValues):
 
     Thread-safe: any thread may call any method; one batch is assembled at a time.
 
-    A reader shows the episodes of the snapshot that it was created or last refreshed with. The same seed, episodes
-    and calls give the same batches, on every device and with every cache size.
+    A reader of a store shows what is committed when it is created; `refresh` shows later commits. A reader of a
+    snapshot shows that snapshot. The same seed, episodes and calls give the same batches, on every device and with
+    every cache size.
 
     A batch is a nested dict of tensors, or a TensorDict:
 
@@ -48,7 +50,7 @@ class Reader(StepValues):
       terminated) and ``n``.
 
     Args:
-        store: The store to read, or one of its snapshots.
+        store: The store to read, which is refreshed, or one of its snapshots.
         device: The device of batches and cache.
         cache_bytes: Limit of the memory for decoded chunks on the device. Two chunks of every field are kept even
             if they exceed it.
@@ -83,7 +85,8 @@ class Reader(StepValues):
         streams: Sequence[str] = (),
     ) -> None:
         self._store = store
-        snapshot = store.snapshot if isinstance(store, Store) else store
+        check_is_store(store)
+        snapshot = store.refresh() if isinstance(store, Store) else store
         if host_cache_bytes is None:
             host_bytes = _REMOTE_HOST_BYTES if snapshot.storage.is_remote else 0
         else:
@@ -134,6 +137,24 @@ class Reader(StepValues):
             self.assembler.publish()
             return self.assembler.kind(windows, where).starts.total
 
+    def window_stats(self, windows: Windows, *, where: Where | None = None) -> dict[str, int]:
+        """What can be drawn, and what is left out because the observation after a step is not known.
+
+        Args:
+            windows: Which windows.
+            where: As in `sample`.
+
+        Returns:
+            ``n_windows``, as `n_windows` returns it; ``n_left_out``: last steps of episodes that were truncated or
+            cut without a final observation; ``n_open``: newest steps of open episodes, whose next observation is
+            still to come. The last two are 0 for windows without next values and n-step returns.
+        """
+        with self.assembler.lock:
+            self.assembler.publish()
+            starts = self.assembler.kind(windows, where).starts
+            n_left_out, n_open = starts.steps_left_out()
+            return {"n_windows": starts.total, "n_left_out": n_left_out, "n_open": n_open}
+
     # ---- batches
 
     def sample(
@@ -174,9 +195,7 @@ class Reader(StepValues):
         draws = self._draws(batch_size, windows, scope, self.rng, prioritised)
         with self.assembler.lock:
             self.assembler.publish()
-            drawn = draws.draw()
-            assert drawn is not None
-            return self._batches.make(*drawn, out, self._batches.relabeller(relabel, self.rng))
+            return self._batches.sample(draws, out, self._batches.relabeller(relabel, self.rng))
 
     def _draws(
         self, batch_size: int, windows: Windows, scope: DrawScope, rng: CounterRng, prioritised: bool
@@ -187,16 +206,17 @@ class Reader(StepValues):
 
     def at(
         self,
-        index: torch.Tensor,
+        index: StepIndex,
         windows: Windows,
         *,
         relabel: Hindsight | None = None,
         out: Mapping[str, Any] | Ring | None = None,
     ) -> Batch:
-        """Read the windows that the ``index`` of an earlier batch names.
+        """Read the windows at the steps of an earlier batch, or at other steps.
 
         Args:
-            index: ``[batch, 3]``: stream number, episode and t of each window's first learning step.
+            index: A batch; its ``index``, ``[batch, 3]``: stream number, episode and t of each window's first
+                learning step; or handles that `append` returned.
             windows: Which windows, and which fields.
             relabel: As in `sample`.
             out: As in `sample`.
@@ -208,9 +228,9 @@ class Reader(StepValues):
             kind, drawn = self._with_all_steps(lambda: self._drawn_at(windows, index))
             return self._batches.make(kind, drawn, out, self._batches.relabeller(relabel, self.rng))
 
-    def _drawn_at(self, windows: Windows, index: torch.Tensor) -> tuple[WindowKind, DrawnWindows]:
+    def _drawn_at(self, windows: Windows, index: StepIndex) -> tuple[WindowKind, DrawnWindows]:
         kind = self.assembler.kind(windows)
-        drawn = self.assembler.draw_at(kind, handles_of(index), None, is_strict=True)
+        drawn = self.assembler.draw_at(kind, handles_of(index, self.assembler.index.numbers), None, is_strict=True)
         return kind, kind.starts.with_n(drawn, self.rng)
 
     def sample_episodes(
@@ -254,6 +274,7 @@ class Reader(StepValues):
         relabel: Hindsight | None = None,
         out: Ring | None = None,
         admit: Callable[[int], None] | None = None,
+        count: Callable[[int], None] | None = None,
     ) -> BatchIterator:
         """An endless iterator over batches like those of `sample`.
 
@@ -272,12 +293,14 @@ class Reader(StepValues):
             relabel: See there.
             out: A ring of at least ``prefetch + 2`` batches to write into.
             admit: Called with the size of every batch before the iterator returns it; it may wait or raise.
+            count: Called with the size of every batch that the iterator returns; it must not wait.
         """
         scope = DrawScope(where, recent_steps, recent_episodes, recent_fraction)
         with self.assembler.lock:
             rng = self.rng.fork()
             draws = self._draws(batch_size, windows, scope, rng, prioritised)
-            return self._batches.iterate(draws, prefetch, out, admit, self._batches.relabeller(relabel, rng))
+            relabeller = self._batches.relabeller(relabel, rng)
+            return self._batches.iterate(draws, prefetch, out, admit, relabeller, count)
 
     def epoch(
         self,
@@ -354,7 +377,8 @@ class Reader(StepValues):
         """An iterator over all present steps in blocks, episode after episode in order of arrival.
 
         A block is a batch of single steps without the window axis: the fields, ``index``, ``is_first``,
-        ``is_last``, ``terminated`` and ``truncated``, ``[n, ...]`` each.
+        ``is_last``, ``terminated`` and ``truncated``, ``[n, ...]`` each. Blocks end anywhere, also inside an
+        episode: for values that depend on other steps, such as returns, use `read_episodes_in_order`.
 
         Args:
             block_steps: The number of steps in a block; the last block may be smaller.
@@ -364,6 +388,44 @@ class Reader(StepValues):
         chosen = None if fields is None else tuple(fields)
         windows = Windows(fields=chosen, squeeze=True)
         return self.epoch(block_steps, windows, shuffle=False, prefetch=prefetch)
+
+    def read_episodes_in_order(
+        self,
+        *,
+        block_steps: int = 8192,
+        max_block_bytes: int | str = "1GiB",
+        fields: Iterable[str] | None = None,
+        prefetch: int = 0,
+    ) -> BatchIterator:
+        """An iterator over all present steps in blocks of whole episodes, in the order of `read_all_in_order`.
+
+        A block holds what a block of `read_all_in_order` holds, and for every step, ``[n, ...]`` each:
+
+        - ``next``: the observations after the step, as `Windows.transitions` returns them;
+        - ``has_next``: whether they are known, or not needed because the step terminated its episode. It is False
+          at the newest step of an open episode, and at the last step of a truncated or cut one without a final
+          observation; ``next`` repeats the last observation there;
+        - ``segment_end``: whether the next step of the block belongs to another episode. Sums over episodes stop
+          there; unlike ``is_last`` it is also True at the newest step of an open episode.
+
+        Steps appended after this call are left out.
+
+        Args:
+            block_steps: The most steps in a block. A longer episode forms a block of its own.
+            max_block_bytes: The most bytes that the fields of a block take, next values included.
+            fields: Fields or groups to read; all by default. Only these, and their next values, take memory.
+            prefetch: The number of blocks to prepare in the background.
+
+        Raises:
+            NotReadyError: There are no steps.
+            DataError: One episode takes more than ``max_block_bytes``.
+        """
+        with self.assembler.lock:
+            self.assembler.publish()
+            windows = block_windows(self.assembler.schema, fields)
+            limit = parse_bytes(max_block_bytes, "max_block_bytes")
+            draws = EpisodeBlockDraws(self.assembler, windows, block_steps, limit)
+        return self._batches.iterate_blocks(draws, prefetch)
 
     # ---- cache
 
@@ -376,7 +438,9 @@ class Reader(StepValues):
         """
         with self.assembler.lock:
             kind = self.assembler.kind(windows)
-            drawn = self.assembler.draw_at(kind, handles_of(index), None, is_strict=True)
+            drawn = self.assembler.draw_at(
+                kind, handles_of(index, self.assembler.index.numbers), None, is_strict=True
+            )
             self.assembler.pin(kind, kind.starts.with_n(drawn, CounterRng(0)))
 
     def unpin(self) -> None:

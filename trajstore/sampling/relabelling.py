@@ -88,7 +88,6 @@ class Relabeller:
         self._assembler = assembler
         self._goal_fields: _GoalFields | None = None
         self._distance_sums: torch.Tensor | None = None
-        self._offsets: dict[tuple[int, ...], torch.Tensor] = {}  # of stacked rewards
 
     def plan(self, kind: WindowKind, drawn: DrawnWindows, goal_index: torch.Tensor | None = None) -> BatchPlan:
         """Plan a batch in which some windows have other goals.
@@ -132,10 +131,9 @@ class Relabeller:
         reward, valid, targets = self._assembler.schema.reward, plan.known["valid"], plan.targets
         found: dict[str, _Dependents] = {}
         if reward is not None and reward in plan.wanted:
-            at = self._reward_positions(reward, spec, places)
-            found[reward] = self._reward_dependents(at, plan.exists.get(reward, valid), places)
-        if targets is not None and f"next/{reward}" in plan.wanted:
-            found[f"next/{reward}"] = self._reward_dependents(targets.position, valid, places)
+            found[reward] = self._reward_dependents(plan, reward, places)
+        if f"next/{reward}" in plan.wanted:
+            found[f"next/{reward}"] = self._reward_dependents(plan, f"next/{reward}", places)
         if targets is not None and _RETURN in plan.wanted:
             # Also for rewards that arrive with the observation: the first one summed is that of the next step.
             ahead = torch.arange(spec.n_range[1], device=self._assembler.device)
@@ -145,18 +143,13 @@ class Relabeller:
             found[_TERMINATED] = places.dependents(places.steps + 1, valid, valid)
         return found
 
-    def _reward_positions(self, path: str, spec: Windows, places: _WindowPlaces) -> torch.Tensor:
-        """Positions of the steps whose rewards a batch holds: the steps of the window, or stacks of steps."""
-        stacks = [steps for name, steps in spec.stacks if path == name or path.startswith(f"{name}/")]
-        if not stacks:
-            return places.steps
-        if stacks[-1] not in self._offsets:
-            self._offsets[stacks[-1]] = torch.tensor(stacks[-1], device=self._assembler.device)
-        stacked = (places.steps[..., None] + self._offsets[stacks[-1]]).clamp(min=0)
-        return torch.minimum(stacked, _per_window(places.n, stacked) - 1)
-
-    def _reward_dependents(self, at: torch.Tensor, exists: torch.Tensor, places: _WindowPlaces) -> _Dependents:
-        """Rewards stored at positions: each judges the row after its own, or its own, by the reward alignment."""
+    def _reward_dependents(self, plan: BatchPlan, key: str, places: _WindowPlaces) -> _Dependents:
+        """Stored rewards: each judges the row after its own, or its own, by the reward alignment."""
+        at, valid = plan.positions[key], plan.known["valid"]
+        valid = valid.reshape(*valid.shape, *(1,) * (at.dim() - valid.dim()))
+        exists = plan.exists.get(key, valid)
+        if key.startswith("next/"):
+            exists = exists & valid
         if self._assembler.schema.reward_alignment == "action":
             return places.dependents(at + 1, at < _per_window(places.n, at), exists)
         # No action led to the first observation, so the reward that came with it stays.

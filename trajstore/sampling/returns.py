@@ -1,6 +1,7 @@
 """Returns to go and advantages, for all steps of many episodes at once.
 
-Steps lie along the last axis, one episode after another; ``is_last`` marks the last step of each episode.
+Steps lie along the last axis, one episode after another; ``is_last`` marks the last step of each episode. In blocks
+of `Reader.read_episodes_in_order` that is ``segment_end``, which open episodes have as well.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def advantages(
     *,
     gamma: float,
     lambda_: float,
+    has_next: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return generalised advantage estimates (GAE). Add the values to get lambda-returns.
 
@@ -57,6 +59,8 @@ def advantages(
         is_last: Whether the step is the last of its episode, however the episode ended.
         gamma: Discount, from 0 to 1.
         lambda_: How far to look ahead before trusting the values, from 0 (one step) to 1 (to the end).
+        has_next: Whether the observation after the step is known; None if all are. Where it is False, nothing is
+            known of what the step led to: its advantage is 0, and earlier steps bootstrap from its value.
     """
     _check_numbers(rewards.shape, rewards=rewards, values=values, next_values=next_values)
     _check_masks(rewards.shape, terminated=terminated, is_last=is_last)
@@ -64,6 +68,9 @@ def advantages(
     _check_rate("lambda_", lambda_)
     ahead = (gamma * next_values.to(torch.float64)).masked_fill(terminated, 0.0)
     error = rewards.to(torch.float64) + ahead - values.to(torch.float64)
+    if has_next is not None:
+        _check_masks(rewards.shape, has_next=has_next)
+        error = error.masked_fill(~has_next, 0.0)
     link = (~(is_last | terminated)).to(torch.float64) * (gamma * lambda_)
     return _sum_ahead(error, link).to(rewards.dtype)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
+from trajstore.background_pool import BackgroundPool
 from trajstore.sampling.batches.batch_assembler import BatchAssembler
 from trajstore.sampling.draws import StagedDraws
 from trajstore.sampling.window_starts import DrawnWindows
@@ -18,7 +19,7 @@ class SegmentLoader:
         self._assembler = assembler
         self._draws = draws
         self._segment = -1
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="trajstore-staged")
+        self._threads = BackgroundPool(1, "trajstore-staged")
         self._work: Future[None] | None = None
 
     def follow(self) -> None:
@@ -44,4 +45,4 @@ class SegmentLoader:
 
     def close(self) -> None:
         self._segment = -1
-        self._threads.shutdown(wait=True)
+        self._threads.shutdown()

@@ -22,7 +22,7 @@ from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.windows import Windows
 from trajstore.schema import nest
 from trajstore.store.snapshot import Snapshot
-from trajstore.store.store import Store
+from trajstore.store.store import Store, check_is_store
 
 _CPU = torch.device("cpu")
 
@@ -31,6 +31,7 @@ class _ProcessAssembler:
     """A snapshot, and an assembler of it that every process creates for itself."""
 
     def __init__(self, store: Store | Snapshot, cache_bytes: int | str) -> None:
+        check_is_store(store)
         self.snapshot = store.snapshot if isinstance(store, Store) else store
         self._budget = parse_bytes(cache_bytes, "cache_bytes")
         self._assembler: BatchAssembler | None = None

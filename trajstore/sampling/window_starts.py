@@ -9,12 +9,13 @@ from types import ModuleType
 import numpy as np
 import torch
 
-from trajstore.cache.growable_array import GrowableArray
 from trajstore.sampling.index.environment_chains import EnvironmentChains
+from trajstore.sampling.index.episode_facts import LAST_ROW, LAST_STATE, LAST_STEP
 from trajstore.sampling.index.episode_index import EpisodeIndex
-from trajstore.sampling.index.index_entries import HAS_FINAL
+from trajstore.sampling.index.index_entries import OPEN
 from trajstore.sampling.rng import CounterRng
-from trajstore.sampling.windows import Windows, starts_before, usable_steps
+from trajstore.sampling.running_sums import RunningSums
+from trajstore.sampling.windows import Windows, leading_flags, starts_before, usable_steps
 from trajstore.schema import Array
 
 
@@ -35,6 +36,15 @@ class DrawnWindows:
     n: torch.Tensor | None = None
     probability: torch.Tensor | None = None
     weight: torch.Tensor | None = None
+
+    def replaced(self, where: Array, other: DrawnWindows) -> DrawnWindows:
+        """The same draw with the windows at positions ``where`` replaced by those of another draw."""
+        at = torch.from_numpy(where).to(self.entry.device)
+        merged = {}
+        for name in ("entry", "start", "n", "probability", "weight"):
+            old, new = getattr(self, name), getattr(other, name)
+            merged[name] = old if old is None or new is None else old.index_copy(0, at, new.to(old.dtype))
+        return DrawnWindows(**merged)
 
 
 def concat_drawn(draws: Sequence[DrawnWindows]) -> DrawnWindows:
@@ -61,8 +71,6 @@ class WindowStarts:
         kernels: Compiled loops, for the CPU.
 
     Attributes:
-        base: The value that the stored sums start from. Evictions at the front raise it, so that later sums
-            need not change.
         chains: The episodes of each environment, if windows cross the ends of episodes.
     """
 
@@ -79,11 +87,12 @@ class WindowStarts:
         self._reward_with_observation = reward_with_observation
         self._episode_mask = episode_mask
         self._kernels = kernels
-        self._sums = GrowableArray(np.int64, index.device)
-        self.base = 0
+        self._sums = RunningSums(index.device)
         self._n_closed = 0  # entries whose sums are final
         self._version = -1  # of the index, at the last update
         self.chains: EnvironmentChains | None = None
+        is_plain = index.growth_kernels is not None and episode_mask is None and windows.weight == "window"
+        self._growth = windows.start_arithmetic if is_plain else None
 
     def _usable(self, start: int, stop: int | None = None) -> Array:
         index = self._index
@@ -98,6 +107,9 @@ class WindowStarts:
         index = self._index
         if self._version == index.version:
             return
+        if self._growth is not None and 0 <= index.changes.reordered_at <= self._version:
+            self._extend(*self._growth)
+            return
         if self.windows.boundary == "cross":
             self.chains = EnvironmentChains(index)
         removals = index.changes.removals_since(self._version)
@@ -106,9 +118,19 @@ class WindowStarts:
         start = self._n_closed if is_extended else 0
         self._update_head(min(start, max((removal.n_rewritten for removal in removals or ()), default=0)))
         if not start:
-            self.base = 0
+            self._sums.base = 0
         before = int(self._sums.host[start - 1]) if start else 0
         self._sums.rewrite(start, before + np.cumsum(self._units(start, index.n)))
+        self._n_closed, self._version = index.n_closed, index.version
+
+    def _extend(self, shape: int, reach: int, stride: int) -> None:
+        """Follow an index to which steps were only added, in one compiled loop."""
+        index, start = self._index, self._n_closed
+        assert index.growth_kernels is not None
+        before = int(self._sums.host[start - 1]) if start else 0
+        leads_on = leading_flags(self._reward_with_observation)
+        facts = index.logical.host, index.flags.host, start, before, self.windows.needs_next, leads_on
+        index.growth_kernels.sum_starts(*facts, shape, reach, stride, self._sums.resize(index.n))
         self._n_closed, self._version = index.n_closed, index.version
 
     def _update_head(self, stop: int) -> None:
@@ -118,7 +140,7 @@ class WindowStarts:
             after = np.cumsum(units[::-1])[::-1] - units
             last = int(self._sums.host[stop - 1])
             self._sums.put(np.arange(stop), last - after)
-            self.base = last - int(units.sum())
+            self._sums.base = last - int(units.sum())
 
     def _units(self, start: int, stop: int) -> Array:
         """Return, by entry, how many units a draw can hit in the episode."""
@@ -137,6 +159,14 @@ class WindowStarts:
         return counts
 
     @property
+    def base(self) -> int:
+        """The value that the stored sums start from.
+
+        Evictions at the front raise it, so that later sums need not change.
+        """
+        return self._sums.base
+
+    @property
     def total(self) -> int:
         """How many units (windows, steps or episodes) a draw is uniform over."""
         return int(self._sums.host[-1]) - self.base if self._sums.n else 0
@@ -146,10 +176,23 @@ class WindowStarts:
         """By entry: how many steps a window may learn from."""
         return self._usable(0)
 
+    def steps_left_out(self) -> tuple[int, int]:
+        """How many steps of ended and of open episodes no window may learn from, because they lack a successor."""
+        index = self._index
+        left_out = index.lengths() - self._usable(0)
+        if self._episode_mask is not None:
+            left_out = left_out * self._episode_mask()
+        is_open = (index.flags.host[: index.n] & OPEN) != 0
+        return int(left_out[~is_open].sum()), int(left_out[is_open].sum())
+
     @property
     def sums(self) -> Array:
         """By entry: the number of units up to and including it."""
         return self._sums.host - self.base
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Memory address of the running sums, their number, and `base`, for `program_loops`."""
+        return self._sums.data_ptr, self._sums.n, self.base
 
     def counts(self, entry: Array) -> Array:
         """Return how many units these episodes have: windows, if every window has the same weight."""
@@ -180,6 +223,11 @@ class WindowStarts:
     @property
     def nbytes(self) -> int:
         return self._sums.nbytes
+
+    @property
+    def stored_sums(self) -> Array:
+        """`sums` plus `base`. A view, valid until the next update."""
+        return self._sums.host
 
     def first_of_recent_episodes(self, n: int) -> int:
         """Return the number of the first unit of the last ``n`` episodes."""
@@ -215,8 +263,7 @@ class WindowStarts:
     def draw(self, n: int, rng: CounterRng, low: int = 0) -> DrawnWindows:
         """Draw ``n`` windows with replacement, uniformly over the units from number ``low`` on."""
         if self._kernels is None or self.windows.weight != "window":
-            number = rng.below(n, self.total - low, self._index.device)
-            return self.locate(number.add_(low), rng)
+            return self._draw_on_device(n, rng, low)
         entry, offset = np.empty((2, n), np.int64)
         state = np.uint64(rng.mixed_seed), np.uint64(rng.take(n))
         limits = self.base, low + self.base, self.total - low
@@ -224,16 +271,29 @@ class WindowStarts:
         entries = torch.from_numpy(entry)
         return self._with_n(entries, self._start(entries, torch.from_numpy(offset)), rng)
 
+    def _draw_on_device(self, n: int, rng: CounterRng, low: int) -> DrawnWindows:
+        fewest, most = self.windows.n_range
+        limits = [self.total - low]
+        if self.windows.weight == "window" and fewest < most:  # the next numbers, because starts are not drawn
+            limits.append(most - fewest + 1)
+        number, *n_steps = rng.below_each(n, limits, self._index.device)
+        number = number.add_(low + self.base) if low + self.base else number
+        if not n_steps:
+            return self._located(number, rng)
+        return self._located(number, rng, n_steps[0].add_(fewest))
+
     def locate(self, number: torch.Tensor, rng: CounterRng) -> DrawnWindows:
         """Return the windows of unit numbers. For weights other than ``window`` the start is drawn with ``rng``."""
-        sums, windows = self._sums.device, self.windows
-        number = number + self.base
-        entry = torch.searchsorted(sums, number, right=True)
-        if windows.weight == "window":
-            offset = number - torch.where(entry > 0, sums[entry - 1], self.base)
-            return self._with_n(entry, self._start(entry, offset), rng)
-        offset = rng.below(len(entry), self._n_starts(entry), self._index.device)
-        return self._with_n(entry, self._start(entry, offset), rng)
+        return self._located(number + self.base, rng)
+
+    def _located(self, number: torch.Tensor, rng: CounterRng, n_steps: torch.Tensor | None = None) -> DrawnWindows:
+        """Return the windows of unit numbers to which `base` is added; draws what is not passed."""
+        entry = torch.searchsorted(self._sums.device, number, right=True)
+        if self.windows.weight == "window":
+            offset = number - self._sums.before[entry]
+        else:
+            offset = rng.below(len(entry), self._n_starts(entry), self._index.device)
+        return self.with_n(DrawnWindows(entry, self._start(entry, offset), n_steps), rng)
 
     def _n_starts(self, entry: torch.Tensor) -> torch.Tensor:
         n = self._usable_on_device(entry)
@@ -243,9 +303,10 @@ class WindowStarts:
 
     def _start(self, entry: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
         windows = self.windows
-        if windows.boundary in ("pad_both", "pad_left"):
+        if windows.boundary == "pad_both":
             return windows.start(offset, self._usable_on_device(entry))
-        return offset + windows.lead if windows.lead else offset
+        shift = -windows.reach if windows.boundary == "pad_left" else windows.lead
+        return offset + shift if shift else offset
 
     def _with_n(self, entry: torch.Tensor, start: torch.Tensor, rng: CounterRng) -> DrawnWindows:
         low, high = self.windows.n_range
@@ -259,7 +320,9 @@ class WindowStarts:
 
     def _usable_on_device(self, entry: torch.Tensor) -> torch.Tensor:
         """Return how many steps of these episodes a window may learn from, on the device."""
-        index = self._index
-        logical, flags = index.logical.device, index.flags.device[entry]
-        n = logical[entry + 1] - logical[entry] - (flags & HAS_FINAL)
-        return usable_steps(n, flags, self.windows, self._reward_with_observation)
+        if self._kernels is not None:
+            return torch.from_numpy(self.usable_of(entry.numpy()))
+        facts = self._index.facts()
+        if not self.windows.needs_next:
+            return facts[:, LAST_STEP][entry] + 1
+        return facts[:, LAST_ROW if self._reward_with_observation else LAST_STATE][entry]

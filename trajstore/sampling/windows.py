@@ -6,7 +6,7 @@ at its first *learning* step; its steps lie at ``start + stride * (-burn_in ... 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -45,7 +45,9 @@ class Windows:
     Args:
         length: Number of steps to learn from. Only these are True in the batch's ``learn`` mask.
         burn_in: Number of steps before them, to warm up a recurrent state.
-        bootstrap: Number of steps after them, to bootstrap from.
+        bootstrap: Number of steps after them, to bootstrap from. After the last step of an episode comes its final
+            row, if it has one: fields with a final value hold it there, and the batch's ``is_final`` mask, which
+            only windows with ``bootstrap`` have, is True. ``valid`` is False, because no step follows.
         stride: Distance between neighbouring steps of a window.
         boundary: Where the learning steps may lie at the ends of an episode.
 
@@ -64,9 +66,11 @@ class Windows:
             steps, then one of its windows); or every ``episode`` (then one of its windows).
         fields: Fields or groups of fields to read; None for all.
         offsets: Fields to stack along a new axis after the window axis, and which steps to stack, relative to each
-            step of the window. Stacks never leave the episode.
-        next_fields: Fields to return also with their values after the transition, under ``next``. ``"final"``
-            stands for all chosen fields that are declared with ``final=True``.
+            step of the window. Stacks never leave the episode, whose final row belongs to it.
+        next_fields: Fields to return also with their values after the transition, under ``next``; stacked fields
+            are stacked there as well. ``"final"`` stands for all chosen fields that have a final value or, if none
+            has, for those named ``observation`` or ``obs`` and the fields inside them. Where an episode terminated
+            and has no final row, the last value is repeated.
         n_step: Number of steps over which to sum rewards, or an inclusive range ``(low, high)`` from which the
             number is drawn for each window. None for no n-step return.
         gamma: Discount factor of the n-step return.
@@ -77,7 +81,8 @@ class Windows:
 
     Raises:
         ValueError: A number is out of range, a choice is unknown, or two options contradict each other.
-        TypeError: ``fields`` or ``next_fields`` is a string instead of a list of names.
+        TypeError: ``fields`` or ``next_fields`` is a string instead of a list of names, or ``offsets`` is no
+            mapping of fields to lists of steps.
     """
 
     length: int = 1
@@ -120,6 +125,9 @@ class Windows:
 
         The parameters are those of `Windows`. The defaults differ in two: ``next_fields`` is ``"final"`` and
         ``squeeze`` is True.
+
+        Transitions need the observation after them. The last step of a truncated or cut episode without a final
+        row, and the newest step of an open one, are therefore not drawn; `Reader.window_stats` counts them.
         """
         return cls(
             length=length,
@@ -173,14 +181,7 @@ class Windows:
                 raise TypeError(f"{name}: expected a list of names, got the string {value!r}")
             if value is not None and not isinstance(value, str):
                 object.__setattr__(self, name, tuple(value))
-        pairs = self.offsets.items() if isinstance(self.offsets, Mapping) else self.offsets
-        offsets = tuple((name, tuple(steps)) for name, steps in pairs)
-        for name, steps in offsets:
-            if not steps or not all(_is_int(step) and abs(step) <= MAX_STEPS for step in steps):
-                raise ValueError(
-                    f"offsets of {name!r}: expected at least one integer, of at most {MAX_STEPS}, got {steps!r}"
-                )
-        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "offsets", _checked_offsets(self.offsets))
 
     @property
     def n_range(self) -> tuple[int, int]:
@@ -221,6 +222,15 @@ class Windows:
         """Number of steps that must exist before a window's start."""
         return self.burn_in * self.stride if self.strict_context else 0
 
+    @property
+    def start_arithmetic(self) -> tuple[int, int, int] | None:
+        """What `n_starts` computes, for the loop ``sum_starts``: shape, reach and stride. None for "cross"."""
+        if self.boundary == "strict":
+            context = (self.burn_in + self.bootstrap) * self.stride if self.strict_context else 0
+            return 0, self.reach + context, 1
+        by_boundary = {"short": (1, self.reach, 1), "pad_both": (2, self.length - 1, self.stride), "cross": None}
+        return by_boundary.get(self.boundary, (0, 0, 1))
+
     def n_starts(self, n: A) -> A:
         """Return how many windows start in an episode of ``n`` usable steps, elementwise."""
         if self.boundary == "strict":
@@ -247,6 +257,35 @@ class Windows:
         return offset + self.lead
 
 
+def _checked_offsets(offsets: object) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """``offsets`` as pairs of a field and its offsets.
+
+    Raises:
+        TypeError: It is not a mapping, or an entry is not a list of numbers.
+        ValueError: A list is empty, or holds something else than integers.
+    """
+    pairs = offsets.items() if isinstance(offsets, Mapping) else offsets
+    if not isinstance(pairs, Iterable) or isinstance(pairs, str):
+        raise TypeError(
+            "offsets: expected a mapping of fields to the steps to stack, such as"
+            f" {{'observation': (-3, -2, -1, 0)}}, got {offsets!r}"
+        )
+    checked = []
+    for name, steps in pairs:
+        if not isinstance(steps, Iterable) or isinstance(steps, str):
+            raise TypeError(
+                f"offsets of {name!r}: expected a list of steps, such as range(-3, 1) for the newest four, got"
+                f" {steps!r}"
+            )
+        numbers = tuple(steps)
+        if not numbers or not all(_is_int(step) and abs(step) <= MAX_STEPS for step in numbers):
+            raise ValueError(
+                f"offsets of {name!r}: expected at least one integer, of at most {MAX_STEPS}, got {numbers!r}"
+            )
+        checked.append((name, numbers))
+    return tuple(checked)
+
+
 def usable_steps(lengths: A, flags: A, windows: Windows, reward_with_observation: bool) -> A:
     """Return how many steps of episodes a window may learn from: all, or those with a successor if it needs one.
 
@@ -262,9 +301,13 @@ def usable_steps(lengths: A, flags: A, windows: Windows, reward_with_observation
     """
     if not windows.needs_next:
         return lengths
-    leads_on = HAS_FINAL if reward_with_observation else HAS_FINAL | TERMINATED
-    usable: A = lengths - 1 + ((flags & leads_on) != 0)
+    usable: A = lengths - 1 + ((flags & leading_flags(reward_with_observation)) != 0)
     return usable
+
+
+def leading_flags(reward_with_observation: bool) -> int:
+    """Flags of episodes whose last step a window may learn from, although it needs a successor."""
+    return HAS_FINAL if reward_with_observation else HAS_FINAL | TERMINATED
 
 
 def relative_positions(windows: Windows, device: torch.device) -> torch.Tensor:

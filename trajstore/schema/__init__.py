@@ -10,32 +10,41 @@ from trajstore.schema.definition import (
     Array,
     Field,
     Schema,
+    as_schema,
     check_name,
     selected_paths,
 )
-from trajstore.schema.nesting import check_paths, flatten, nest
+from trajstore.schema.nesting import check_paths, flatten, nest, observation_paths
+from trajstore.schema.reserved_names import RESERVED, check_not_reserved, has_reserved
 from trajstore.schema.values import (
     as_array,
     check_value,
     infer_schema,
     round_to_bfloat16,
+    stored_fill,
     widen_bfloat16,
 )
 
 __all__ = [
     "DTYPES",
     "MAX_METADATA_BYTES",
+    "RESERVED",
     "Array",
     "Field",
     "Schema",
     "as_array",
+    "as_schema",
     "check_name",
+    "check_not_reserved",
     "check_paths",
     "check_value",
     "flatten",
+    "has_reserved",
     "infer_schema",
     "nest",
+    "observation_paths",
     "round_to_bfloat16",
     "selected_paths",
+    "stored_fill",
     "widen_bfloat16",
 ]

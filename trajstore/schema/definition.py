@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from trajstore.errors import SchemaError
+from trajstore.schema.fill_values import Fill, check_fill, fill_from_json, fill_to_json
 from trajstore.schema.nesting import nest
 
 Alignment = Literal["action", "observation"]
@@ -89,6 +90,8 @@ class Field:
         chunk_rows: Rows in a chunk; by default it depends on the size of a row.
         codec: ``none``, ``zstd[:level]``, ``blosc-lz4[:level]`` or ``blosc-zstd[:level]``; by default it depends
             on the dtype.
+        fill: The number that steps of streams without this field read as, in every element. A field that declares
+            it can be added to an existing store. None: every stream has the field.
     """
 
     dtype: str
@@ -96,6 +99,7 @@ class Field:
     final: bool = field(default=False, kw_only=True)
     chunk_rows: int | None = field(default=None, kw_only=True, compare=False)
     codec: str | None = field(default=None, kw_only=True, compare=False)
+    fill: Fill | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         name = _dtype_name(self.dtype)
@@ -115,6 +119,8 @@ class Field:
         rows = self.chunk_rows
         if rows is not None and not (isinstance(rows, int) and not isinstance(rows, bool) and 1 <= rows <= 1 << 24):
             raise SchemaError(f"chunk_rows {rows!r}: expected an integer from 1 to {1 << 24}")
+        if self.fill is not None:
+            object.__setattr__(self, "fill", check_fill(self.fill, name))
 
     @property
     def storage_dtype(self) -> np.dtype[Any]:
@@ -126,17 +132,29 @@ class Field:
         return self.storage_dtype.itemsize * math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        described = {
             "dtype": self.dtype,
             "shape": list(self.shape),
             "final": self.final,
             "chunk_rows": self.chunk_rows,
             "codec": self.codec,
         }
+        return described if self.fill is None else described | {"fill": fill_to_json(self.fill)}
 
 
 def _describe(spec: Field | None) -> str:
-    return f"{spec.dtype} {spec.shape}{' with final' if spec.final else ''}" if spec else "absent"
+    if spec is None:
+        return "absent"
+    fill = "" if spec.fill is None else f" with fill {spec.fill}"
+    return f"{spec.dtype} {spec.shape}{' with final' if spec.final else ''}{fill}"
+
+
+def _differ(own: Field | None, other: Field | None, filled: bool) -> bool:
+    if own is None or other is None:
+        present = own or other
+        return not filled or present is None or present.fill is None
+    fills = {str(spec.fill) for spec in (own, other) if spec.fill is not None}  # as text: NaN equals NaN
+    return own != other or (filled and len(fills) > 1)
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -207,6 +225,7 @@ class Schema:
     def __repr__(self) -> str:
         lines = (
             f"  {p}: {f.dtype}{list(f.shape) if f.shape else ''}{' +final' if f.final else ''}"
+            f"{'' if f.fill is None else f' fill {f.fill}'}"
             for p, f in self.fields.items()
         )
         return "Schema(\n" + "\n".join(lines) + "\n)"
@@ -219,26 +238,53 @@ class Schema:
     def final_fields(self) -> tuple[str, ...]:
         return tuple(p for p, f in self.fields.items() if f.final)
 
-    def differences(self, other: Schema) -> list[str]:
-        """Describe each difference from another schema; empty if a store may hold data of both."""
+    def differences(
+        self, other: Schema, mine: str = "the first", theirs: str = "the second", *, filled: bool = False
+    ) -> list[str]:
+        """Describe each difference from another schema; empty if a store may hold data of both.
+
+        Args:
+            other: The other schema.
+            mine: What to call the owner of this schema.
+            theirs: What to call the owner of the other one.
+            filled: Leave out fields that only one of them has and that declare a ``fill``.
+        """
         found = [
-            f"{path}: {_describe(self.fields.get(path))} here, {_describe(other.fields.get(path))} there"
+            f"{path}: {_describe(self.fields.get(path))} in {mine}, {_describe(other.fields.get(path))} in {theirs}"
             for path in {**self.fields, **other.fields}
-            if self.fields.get(path) != other.fields.get(path)
+            if _differ(self.fields.get(path), other.fields.get(path), filled)
         ]
         if list(self.episode.items()) != list(other.episode.items()):  # the order matters: it numbers bits on disk
-            found.append(f"episode: {self.episode} here, {other.episode} there")
+            found.append(f"episode: {self.episode} in {mine}, {other.episode} in {theirs}")
         for name in ("reward", "reward_alignment"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                found.append(f"{name}: {mine!r} here, {theirs!r} there")
+            own, foreign = getattr(self, name), getattr(other, name)
+            if own != foreign:
+                found.append(f"{name}: {own!r} in {mine}, {foreign!r} in {theirs}")
         return found
 
     def with_final(self, paths: set[str]) -> Schema:
         """A copy of the schema in which exactly these fields have a final value."""
+        return self._with_fields({p: replace(f, final=p in paths) for p, f in self.fields.items()})
+
+    def only(self, paths: Collection[str]) -> Schema:
+        """A copy of the schema with these fields alone."""
+        return self._with_fields({p: f for p, f in self.fields.items() if p in paths})
+
+    def merged(self, other: Schema) -> Schema:
+        """The schema with the fields that only another one has as well.
+
+        Raises:
+            SchemaError: Names of the two can't stand in one schema.
+        """
+        if self.fields.keys() >= other.fields.keys():
+            return self
+        fields = nest(self.fields | {p: f for p, f in other.fields.items() if p not in self.fields})
+        return Schema(fields, episode=self.episode, reward=self.reward, reward_alignment=self.reward_alignment)
+
+    def _with_fields(self, fields: dict[str, Field]) -> Schema:
         copy = object.__new__(Schema)
         copy.__dict__.update(self.__dict__)
-        copy.fields = {p: replace(f, final=p in paths) for p, f in self.fields.items()}
+        copy.fields = fields
         return copy
 
     def to_json(self) -> dict[str, Any]:
@@ -268,6 +314,20 @@ class Schema:
             raise SchemaError(f"the stored schema is malformed: {error}") from error
 
 
+def as_schema(schema: Schema | Mapping[str, Any] | None) -> Schema | None:
+    """A schema given as such, or as the mapping that `Schema` takes.
+
+    Raises:
+        TypeError: It is neither.
+        SchemaError: The mapping is not one of names to fields.
+    """
+    if schema is None or isinstance(schema, Schema):
+        return schema
+    if not isinstance(schema, Mapping):
+        raise TypeError(f"schema: expected a Schema or a mapping of names to Field, got {schema!r:.80}")
+    return Schema(schema)
+
+
 def _field_arguments(data: Mapping[str, Any]) -> dict[str, Any]:
     shape = data["shape"]
     if not isinstance(shape, list) or len(shape) > MAX_AXES or not isinstance(data["final"], bool):
@@ -278,6 +338,7 @@ def _field_arguments(data: Mapping[str, Any]) -> dict[str, Any]:
         "final": data["final"],
         "chunk_rows": data.get("chunk_rows"),
         "codec": data.get("codec"),
+        "fill": fill_from_json(data.get("fill")),
     }
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trajstore.errors import DataError, SchemaError
+
+_OBSERVATION_NAMES = frozenset({"observation", "observations", "obs"})
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -16,6 +18,9 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     nested: dict[str, Any] = {}
     for path, value in flat.items():
+        if "/" not in path and path not in nested:
+            nested[path] = value
+            continue
         *groups, leaf = path.split("/")
         node = nested
         for group in groups:
@@ -64,8 +69,18 @@ def check_paths(expected: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         return
     missing = [p for p in expected if p not in given]
     extra = [p for p in given if p not in expected]
+    way = "" if missing else "; to add a field to a store, give a schema that declares it as Field(..., fill=...)"
     raise DataError(
         f"fields: {'missing ' + ', '.join(map(repr, missing)) if missing else ''}"
         f"{'; ' if missing and extra else ''}{'unexpected ' + ', '.join(map(repr, extra)) if extra else ''};"
-        f" the schema has {', '.join(map(repr, expected))}"
+        f" the schema has {', '.join(map(repr, expected))}{way}"
     )
+
+
+def observation_paths(paths: Iterable[str]) -> list[str]:
+    """The paths that name observations: ``observation``, ``observations`` or ``obs``, and all fields inside them.
+
+    >>> observation_paths(["obs", "action", "arm/observation/state", "obs_noise"])
+    ['obs', 'arm/observation/state']
+    """
+    return [path for path in paths if not _OBSERVATION_NAMES.isdisjoint(path.split("/"))]

@@ -30,8 +30,17 @@ def as_array(path: str, value: Any) -> tuple[Array, str]:
         array = _from_other(path, value)
     name = array.dtype.name
     if name not in DTYPES:
-        raise DataError(f"field '{path}': dtype {name} can't be stored (from {type(value).__name__})")
+        raise _not_storable(path, name, value)
     return (array.view(np.uint16), name) if name == "bfloat16" else (array, name)
+
+
+def _not_storable(path: str, dtype: str, value: Any) -> DataError:
+    message = (
+        f"field '{path}': dtype {dtype} can't be stored (from {type(value).__name__}); expected numbers or bools"
+    )
+    if dtype.startswith(("str", "bytes")):
+        message += "; text is stored by episode: pass it as metadata= where the episode ends"
+    return DataError(message)
 
 
 def _from_other(path: str, value: Any) -> Array:
@@ -47,7 +56,7 @@ def _from_torch(path: str, tensor: Any) -> tuple[Array, str]:
     tensor = tensor.detach().cpu()
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise DataError(f"field '{path}': dtype {name} can't be stored (from {type(tensor).__name__})")
+        raise _not_storable(path, name, tensor)
     if name == "bfloat16":
         # The value is a tensor, so torch is loaded; an import would make users without torch wait or fail.
         signed: Array = tensor.contiguous().view(sys.modules["torch"].int16).numpy()
@@ -90,6 +99,12 @@ def _cast_scalar(spec: Field, value: bool | int | float) -> Array:
     if isinstance(value, int) and int(widen_bfloat16(cast) if spec.dtype == "bfloat16" else cast) != value:
         raise OverflowError
     return cast
+
+
+def stored_fill(spec: Field) -> Array:
+    """The fill value of a field that declares one, in the dtype that is stored."""
+    assert spec.fill is not None
+    return _cast_scalar(spec, spec.fill)
 
 
 def round_to_bfloat16(values: Array) -> Array:
@@ -140,7 +155,8 @@ def check_value(path: str, spec: Field, value: Any, lead: tuple[int, ...]) -> Ar
 def infer_schema(flat: Mapping[str, Any], n_lead: int) -> Schema:
     """The schema of example data whose values have ``n_lead`` leading axes.
 
-    Python numbers become bool, int64 or float64.
+    Python numbers become bool, int64 or float64; as a reward, an int becomes float64, because the next one may be a
+    float.
 
     Raises:
         DataError: There are no fields, or a value can't be stored.
@@ -152,5 +168,6 @@ def infer_schema(flat: Mapping[str, Any], n_lead: int) -> Schema:
         array, name = as_array(path, value)
         if array.ndim < n_lead:
             raise DataError(f"field '{path}': expected at least {n_lead} leading axes, got shape {array.shape}")
-        fields[path] = Field(name, array.shape[n_lead:])
+        is_int_reward = path == "reward" and type(value) is int
+        fields[path] = Field("float64" if is_int_reward else name, array.shape[n_lead:])
     return Schema(nest(fields))

@@ -34,18 +34,25 @@ def open_storage(
         fsync: Whether local puts survive a power cut; without it they survive only a crash of the process.
 
     Raises:
-        ValueError: Puts at the URL are not known to be atomic.
-        TypeError: ``options`` are given for a local directory.
+        ValueError: Puts at the URL are not known to be atomic, or it lacks ``//``.
+        TypeError: ``url`` is neither text nor a path, or ``options`` are given for a local directory.
     """
+    if not isinstance(url, (str, os.PathLike)):
+        raise TypeError(f"url: expected a path or a URL, such as 'runs/walker' or 'memory://run', got {url!r:.80}")
     text = os.fspath(url)
     protocol, path = fsspec.core.split_protocol(text)
+    start, colon, rest = text.partition(":")
+    if colon and start in _ATOMIC and not rest.startswith("//"):
+        raise ValueError(
+            f"url: expected {start}://..., got {start}:...; for a directory of that name, write ./{start}:..."
+        )
     if protocol in (None, "file", "local"):
         if options:
             raise TypeError(f"{text}: a local directory takes no storage options, got {sorted(options)}")
         return LocalStorage(Path(path).expanduser().absolute(), fsync=fsync)
     if protocol not in _ATOMIC:
         raise ValueError(
-            f"{protocol}://: a put there is not known to be atomic, so commits would not be safe; use a directory"
-            f" or one of {', '.join(sorted(_ATOMIC))}"
+            f"{protocol}://: no store can be used there, because puts are not known to be atomic; use a directory"
+            f" or one of {', '.join(sorted(_ATOMIC))}. To read a store that lies there, copy its files first"
         )
     return FsspecStorage(text, dict(options or {}))

@@ -6,10 +6,10 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from trajstore.background_pool import BackgroundPool
 from trajstore.errors import StorageError
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Storage:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor: BackgroundPool | None = None
         self._executor_pid = 0
         _alive.add(self)
 
@@ -83,13 +83,29 @@ class Storage:
         """
         raise NotImplementedError
 
+    @property
+    def is_exclusive(self) -> bool:
+        """Whether the place refuses to create an object that exists, so that of several creators one succeeds."""
+        return True
+
     def put_once(self, key: str, data: bytes) -> bool:
-        """Put an object unless it exists; return whether it was put."""
+        """Put an object unless it exists; return whether it was put.
+
+        Of several processes that put the same object at once, one succeeds. Where `is_exclusive` is False, that is
+        so unless one of them pauses for seconds in the middle of the call.
+        """
         try:
             self.put(key, data, ABSENT)
         except FileExistsError:
             return False
         return True
+
+    def check_writable(self) -> None:
+        """Refuse a place that is known to be read-only, without a request.
+
+        Raises:
+            StorageError: Nothing can be put there.
+        """
 
     def list_names(self, prefix: str) -> list[str]:
         """Names directly below a prefix, sorted, never from a cache; empty if there are none."""
@@ -162,10 +178,10 @@ class Storage:
             raise errors[0]
         return [future.result() for future in futures]
 
-    def _threads(self) -> ThreadPoolExecutor:
+    def _threads(self) -> BackgroundPool:
         with self._lock:
             if self._executor is None or self._executor_pid != os.getpid():
-                self._executor = ThreadPoolExecutor(self.n_threads, thread_name_prefix="trajstore-io")
+                self._executor = BackgroundPool(self.n_threads, "trajstore-io")
                 self._executor_pid = os.getpid()
             return self._executor
 

@@ -27,7 +27,7 @@ _SCRATCH_NODE = (
     b'{"zarr_format":3,"node_type":"array","shape":[0],"data_type":"uint8",'
     b'"chunk_grid":{"name":"regular","configuration":{"chunk_shape":[1]}},'
     b'"chunk_key_encoding":{"name":"default","configuration":{"separator":"."}},'
-    b'"fill_value":0,"codecs":[{"name":"bytes"}],"storage_transformers":[],'
+    b'"fill_value":0,"codecs":[{"name":"bytes"}],"storage_transformers":[],"dimension_names":["none"],'
     b'"attributes":{"trajstore_note":"temporary files of running writers; readers ignore them"}}'
 )
 
@@ -93,6 +93,10 @@ class LocalStorage(Storage):
             self._sync_directories(dirty)
         return {put.key: ANY for put in wave}
 
+    def check_writable(self) -> None:
+        if self._root.exists() and not os.access(self._root, os.W_OK):
+            raise StorageError(f"{self.display} is read-only for this process; it can be read, but not written")
+
     def list_names(self, prefix: str) -> list[str]:
         with self._translated("list", prefix):
             try:
@@ -109,10 +113,10 @@ class LocalStorage(Storage):
         sizes: dict[str, int] = {}
         with self._translated("list", prefix):
             for directory, _, names in os.walk(self._path(prefix), onerror=_raise_unless_gone):
+                folder = Path(directory).relative_to(self._root)
                 for name in names:
-                    path = os.path.join(directory, name)
                     with contextlib.suppress(FileNotFoundError):
-                        sizes[Path(path).relative_to(self._root).as_posix()] = os.stat(path).st_size
+                        sizes[f"{folder.as_posix()}/{name}"] = os.stat(os.path.join(directory, name)).st_size
         return sizes
 
     def remove_tree(self, prefix: str) -> None:

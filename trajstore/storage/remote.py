@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,16 +22,17 @@ _log = logging.getLogger(__name__)
 
 _N_THREADS = 32
 _N_CONNECTIONS = 256
+SETTLE_S = 2.0  # where the server ignores conditions: seconds until the last of several creators counts
 _ATTEMPTS = 5
 _SECRET_OPTION = re.compile(r"key|secret|token|pass|credential|connection|sas|auth", re.IGNORECASE)
-_EXTRAS = {
-    "s3": "s3",
-    "s3a": "s3",
-    "gs": "gcs",
-    "gcs": "gcs",
-    "az": "azure",
-    "abfs": "azure",
-    "abfss": "azure",
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
 }
 
 _COPIES_ITSELF = frozenset({"memory", "s3", "gs"})  # not Azure, which answers before the copy is made
@@ -61,6 +63,7 @@ class FsspecStorage(Storage):
         self.display = _without_credentials(url)
         self.is_remote = not url.startswith("memory:")
         self._secrets = tuple(_secrets(url, options))
+        self._refuses_existing: bool | None = None  # whether the server heeds conditions on puts; None: not known
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FsspecStorage, (self._url, self._options)
@@ -81,8 +84,8 @@ class FsspecStorage(Storage):
                 defaults["config_kwargs"] = {"max_pool_connections": _N_CONNECTIONS}
             filesystem, path = fsspec.core.url_to_fs(self._url, **(defaults | self._options))
         except ImportError as error:
-            extra = _EXTRAS.get(self._url.partition(":")[0])
-            hint = f"pip install 'trajstore[{extra}]'" if extra else str(error)
+            package = _PACKAGES.get(self._url.partition(":")[0])
+            hint = f"pip install {package}" if package else str(error)
             raise MissingExtraError(f"{self.display} needs a package that is not installed: {hint}") from error
         except ValueError as error:
             raise storage_error("open", self.display, error, self._secrets) from None
@@ -164,6 +167,56 @@ class FsspecStorage(Storage):
                 self._fs.rm_file(self._path(key))
 
         self.map(lambda key: self._retried("delete", key, lambda: remove(key)), list(keys))
+
+    @property
+    def is_exclusive(self) -> bool:
+        return self._refuses_existing is not False
+
+    def put_once(self, key: str, data: bytes) -> bool:
+        if not self.is_remote or self._heeds_conditions():
+            return super().put_once(key, data)
+        return not self._exists(key) and super().put_once(key, data) and self._has_settled(key, data)
+
+    def _heeds_conditions(self) -> bool:
+        """Whether the server refuses to create an object that exists; found out once, with an object of its own."""
+        if self._refuses_existing is None:  # two threads may both find out
+            self._refuses_existing = self._refuses_to_create_twice(f"scratch/probe-{uuid.uuid4().hex}")
+        return self._refuses_existing
+
+    def _refuses_to_create_twice(self, key: str) -> bool:
+        self.put(key, b"{}", ABSENT)
+        try:
+            self._pipe(self._path(key), b"[]", "create", {})
+        except FileExistsError:
+            return True
+        except OSError as error:
+            if not _is_refused_condition(error):
+                raise storage_error("write", f"{self.display}/{key}", error, self._secrets) from None
+            return True
+        finally:
+            self.delete([key])
+        _log.warning(
+            "%s: the server ignores conditions on puts; where several processes create the same store at once, the"
+            " content that stays after %s seconds decides",
+            self.display,
+            SETTLE_S,
+        )
+        return False
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _has_settled(self, key: str, data: bytes) -> bool:
+        """Whether the object still holds these bytes after others that put it at the same time are done."""
+        time.sleep(SETTLE_S)
+        try:
+            return self.get(key) == data
+        except FileNotFoundError:
+            return False
 
     def put(self, key: str, data: bytes, expect: str = ANY) -> str:
         """One request, repeated with the same bytes until the server answers."""

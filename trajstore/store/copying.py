@@ -20,8 +20,9 @@ from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import Schema
 from trajstore.storage import Put, Storage, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints, stored_objects
+from trajstore.store.schema_objects import read_schema, read_schemas, schema_key
 from trajstore.store.snapshot import Snapshot
-from trajstore.store.store import Store, Url, check_root, put_root, read_schema
+from trajstore.store.store import Store, Url, check_root, put_root
 from trajstore.store.store import open as open_store
 
 Progress = Callable[[int, int], None]  # bytes copied so far, bytes in total
@@ -83,8 +84,8 @@ def copy_objects(
     records, checkpoints = copying.copy_chunks()
     _put_records(target, records)
     copying.copy_checkpoints(checkpoints)
-    if schema is not None:
-        source.copy("schema/zarr.json", target, "schema/zarr.json")
+    for number in range(len(read_schemas(source))):  # read again: fields may have been added during the copy
+        source.copy(schema_key(number), target, schema_key(number))
     _check_records(target, schema, records)
     if not put_root(target):
         raise StoreExistsError(f"{target.display}: another process created a store there during the copy")
@@ -103,7 +104,7 @@ def _clear(target: Storage) -> None:
     remains = [f"{part}/{name}" for part in ("streams", "checkpoints") for name in target.list_names(part)]
     remains = [key for key in remains if not key.endswith("/zarr.json")]
     is_copy = names <= _TOP_NAMES and all(is_stream_id(key.partition("/")[2]) for key in remains)
-    if not is_copy or not set(target.list_names("schema")) <= {"zarr.json"}:
+    if not is_copy or not all(n == "zarr.json" or n.isdecimal() for n in target.list_names("schema")):
         raise StoreExistsError(f"{target.display} is not empty; choose another location for the copy")
     for key in (*remains, "schema"):
         target.remove_tree(key)

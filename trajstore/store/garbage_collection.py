@@ -13,6 +13,7 @@ from trajstore.errors import ClosedError, SnapshotExpiredError
 from trajstore.format.argument_checks import check_stream_ids
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
+from trajstore.format.lineage import Lineage
 from trajstore.format.marks import Marks, newest_world
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
@@ -102,6 +103,14 @@ class GarbageCollector:
                 self._start()
                 self._condition.notify_all()
 
+    def request_sweep(self) -> None:
+        """Begin a sweep in the background, as after a checkpoint was removed; returns at once."""
+        with self._condition:
+            if not self._closing.is_set():
+                self._is_due = True
+                self._start()
+                self._condition.notify_all()
+
     def publish(self) -> None:
         """Publish the marks. When this returns, new snapshots hide the rows below; they are deleted later."""
         with self._publishing:
@@ -118,6 +127,8 @@ class GarbageCollector:
 
     def raise_pending(self) -> None:
         """Raise the last failure of the background thread, unless it was raised before."""
+        if self._failure is None:  # the common case, without taking the lock
+            return
         with self._condition:
             failure, self._failure = self._failure, None
         if failure is not None:
@@ -285,7 +296,11 @@ def _is_needed(record: CommitRecord, records: Sequence[CommitRecord]) -> bool:
     if world is None or record.world == world:
         named.update(record.view.first_rows)
     others = [other for other in records if other.id != record.id]
-    return bool(named.intersection(other.id for other in others)) or newest_world(others) != world
+    if named.intersection(other.id for other in others) or newest_world(others) != world:
+        return True
+    limits = dict(Lineage.newest(records).limits)
+    limits.pop(record.id, None)
+    return Lineage.newest(others).limits != limits  # without this record, readers would show what is abandoned
 
 
 def _chunk_names(names: Iterable[str], stop: int) -> list[str]:

@@ -9,16 +9,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trajstore.errors import CorruptionError, SchemaError, SnapshotExpiredError
-from trajstore.format.checkpoint_record import Checkpoint, StreamExtent
-from trajstore.format.commit_record import CommitRecord
-from trajstore.format.episode_table import EpisodeTable
+from trajstore.errors import CorruptionError, DataError, SnapshotExpiredError
+from trajstore.format.checkpoint_record import Checkpoint
+from trajstore.format.commit_record import CommitRecord, StreamExtent
+from trajstore.format.episode_table import EpisodeTable, SpanExtent
 from trajstore.format.handles import EpisodeKey
 from trajstore.format.ids import is_stream_id
+from trajstore.format.lineage import Lineage
 from trajstore.format.marks import Marks
 from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
+from trajstore.store.column_reader import ColumnReader, ColumnRows, StepNumbers, read_records
+from trajstore.store.schema_objects import check_streams, union_of_schemas
 from trajstore.store.stream_reader import MissingChunkError, StreamReader, concat_spans
 
 T = TypeVar("T")
@@ -51,12 +54,22 @@ class Snapshot:
 
     A snapshot names one commit of each stream. It reads span tables on first use, and rows when they are requested.
     It is thread-safe, and cheap to make and to pickle.
+
+    It shows the episodes of one `Lineage`: by default that of the newest session, so that what a session wrote
+    before it was killed, and the session that resumed its checkpoint does not have, is not shown. `history` has it.
     """
 
-    def __init__(self, storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        schema: Schema | None,
+        streams: Mapping[str, _Stream],
+        lineage: Lineage | None = None,
+    ) -> None:
         self._storage = storage
         self._schema = schema
         self._streams = dict(streams)
+        self._lineage = lineage  # None: that of the newest session
         self._pins: dict[str, str] = {}  # by stream: id of the checkpoint that pins its rows
 
     @staticmethod
@@ -71,15 +84,16 @@ class Snapshot:
         where = f"{storage.display}: checkpoint '{checkpoint.id}'"
         extents = checkpoint.streams
         records = {name: extent.record for name, extent in extents.items() if extent.record is not None}
-        records |= _read_records(storage, [name for name in extents if name not in records])
+        records |= read_records(storage, [name for name in extents if name not in records])
         if missing := [name for name in extents if name not in records]:
             raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
         try:
             ended = {name: extent.truncate(records[name]) for name, extent in extents.items()}
         except CorruptionError as error:
             raise CorruptionError(f"{where}: {error}") from error
-        streams = {name: _Stream(StreamReader(storage, record)) for name, record in ended.items()}
+        streams = {name: _Stream(StreamReader(storage, record, schema)) for name, record in ended.items()}
         snapshot = Snapshot._from_streams(storage, schema, streams, streams.values())
+        snapshot._lineage = Lineage()
         snapshot._pins = dict.fromkeys(streams, checkpoint.id)
         return snapshot
 
@@ -87,9 +101,11 @@ class Snapshot:
     def _from_streams(
         storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream], new: Iterable[_Stream]
     ) -> Snapshot:
-        _check_schemas(storage, schema, new)
-        if schema is None and streams:
-            schema = next(iter(streams.values())).record.schema
+        if schema is None and streams:  # streams differ only in fields with a fill, which all of them show
+            schema = union_of_schemas(storage.display, [s.record for s in streams.values()])
+            streams = {name: _Stream(StreamReader(storage, s.record, schema)) for name, s in streams.items()}
+        elif schema is not None:
+            check_streams(storage.display, schema, [s.record for s in new])
         return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))
 
     @staticmethod
@@ -102,7 +118,7 @@ class Snapshot:
         names = [name for name in storage.list_names("streams") if is_stream_id(name)]
         dead = {stream for s in old.values() for stream in s.record.view.dead}
         may_have_changed = [n for n in names if n not in old or not (old[n].record.is_sealed or n in dead)]
-        records = _read_records(storage, may_have_changed)
+        records = read_records(storage, may_have_changed)
         streams: dict[str, _Stream] = {}
         for name in names:
             record = records.get(name)
@@ -110,7 +126,7 @@ class Snapshot:
                 if name in old and name not in may_have_changed:
                     streams[name] = old[name]
             elif name not in old:
-                streams[name] = _Stream(StreamReader(storage, record))
+                streams[name] = _Stream(StreamReader(storage, record, schema))
             else:  # a backend may return an older record; a snapshot never goes back in time
                 is_newer = record.commit >= old[name].record.commit
                 streams[name] = old[name].advanced(record) if is_newer else old[name]
@@ -126,16 +142,16 @@ class Snapshot:
         old = self._streams.get(record.id)
         if old is not None and old.record.commit >= record.commit:
             return self
-        stream = old.advanced(record) if old is not None else _Stream(StreamReader(self._storage, record))
-        streams = {**self._streams, record.id: stream}
-        snapshot = Snapshot(self._storage, self._schema or record.schema, streams)
+        reader = StreamReader(self._storage, record, self._schema)
+        streams = {**self._streams, record.id: _Stream(reader) if old is None else old.advanced(record)}
+        snapshot = Snapshot(self._storage, self._schema or record.schema, streams, self._lineage)
         snapshot._pins = self._pins
         return snapshot
 
     def joined(self, other: Snapshot, world: str) -> Snapshot:
         """This view plus the streams of one world from another view."""
         more = {name: s for name, s in other._streams.items() if s.record.world == world}
-        snapshot = Snapshot(self._storage, self._schema or other.schema, {**self._streams, **more})
+        snapshot = Snapshot(self._storage, self._schema or other.schema, {**self._streams, **more}, self.lineage)
         snapshot._pins = self._pins
         return snapshot
 
@@ -145,25 +161,42 @@ class Snapshot:
         for name in names:
             if name in streams and not streams[name].record.is_sealed:
                 streams[name] = streams[name].advanced(replace(streams[name].record, is_sealed=True))
-        snapshot = Snapshot(self._storage, self._schema, streams)
+        snapshot = Snapshot(self._storage, self._schema, streams, self._lineage)
         snapshot._pins = self._pins
         return snapshot
 
     def only(self, chosen: Callable[[CommitRecord], bool]) -> Snapshot:
         """This view restricted to the streams whose records satisfy a condition."""
         streams = {name: stream for name, stream in self._streams.items() if chosen(stream.record)}
-        snapshot = Snapshot(self._storage, self._schema, streams)
+        snapshot = Snapshot(self._storage, self._schema, streams, self.lineage)
         snapshot._pins = self._pins
         return snapshot
 
+    @cached_property
+    def lineage(self) -> Lineage:
+        """What this snapshot shows of each stream; the rest is abandoned."""
+        return Lineage.newest(self.streams) if self._lineage is None else self._lineage
+
+    def within(self, lineage: Lineage) -> Snapshot:
+        """This view as one lineage has it; streams of which nothing belongs to the lineage are left out."""
+        snapshot = self.only(lambda record: not lineage.is_abandoned(record.id))
+        snapshot._lineage = lineage
+        return snapshot
+
+    def with_abandoned(self) -> Snapshot:
+        """This view with everything that is stored, also what belongs to no session that goes on."""
+        return self.within(Lineage())
+
     def cuts(self) -> dict[str, StreamExtent]:
         """The extent of every stream in this view, for a checkpoint; streams without wanted rows are left out."""
-        records = self.streams
-        live, discarded = Marks.wanted(records), _discarded(records)
+        records, lineage = self.streams, self.lineage
+        live, discarded = self._first_rows(), _discarded(records, lineage)
         extents: dict[str, StreamExtent] = {}
         for r in records:
             episodes = tuple(sorted(discarded.get(r.shown_as, ())))
-            extent = StreamExtent(min(live[r.id], r.rows), r.rows, r.spans, r.text_bytes, None, episodes)
+            stop, limit = lineage.n_rows(r), lineage.limits.get(r.id)
+            text_bytes = r.text_bytes if limit is None else limit.text_bytes
+            extent = StreamExtent(min(live[r.id], stop), stop, lineage.n_spans(r), text_bytes, None, episodes)
             if extent.first < extent.stop:
                 extents[r.id] = replace(extent, record=extent.truncate(r)) if r.is_sealed else extent
         return extents
@@ -176,6 +209,7 @@ class Snapshot:
             "records": records,
             "schema": self._schema and self._schema.to_json(),
             "pins": self._pins,
+            "lineage": self._lineage,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -183,8 +217,9 @@ class Snapshot:
         self._storage = storage
         self._schema = Schema.from_json(state["schema"]) if state["schema"] else None
         self._pins = state["pins"]
+        self._lineage = state["lineage"]
         self._streams = {
-            name: _Stream(StreamReader(storage, CommitRecord.from_bytes(data, name, storage.display)))
+            name: _Stream(StreamReader(storage, CommitRecord.from_bytes(data, name, storage.display), self._schema))
             for name, data in state["records"].items()
         }
 
@@ -206,9 +241,36 @@ class Snapshot:
     @cached_property
     def episodes(self) -> EpisodeTable:
         """The episode table: one row an episode. Read on first use."""
-        names = self.names
-        readers = [stream.reader for stream in self._streams.values()]
-        return EpisodeTable(names, self.parts(), self._schema, lambda s, a, b: readers[s].read_text(a, b))
+        return self._table(self.parts())
+
+    def _table(self, parts: Sequence[VisibleSpans], *, is_history: bool = False) -> EpisodeTable:
+        readers = self.readers
+        return EpisodeTable(
+            self.names,
+            parts,
+            self._schema,
+            lambda s, a, b: readers[s].read_text(a, b),
+            is_history=is_history,
+            derived=StepNumbers(self.columns, list(self._streams)),
+        )
+
+    def history(self, *, abandoned: bool = False) -> EpisodeTable:
+        """The episode table of the whole run: evicted episodes too, until their stream is removed as a whole.
+
+        ``length`` counts evicted steps. The columns ``is_evicted`` and ``is_abandoned`` say which episodes are no
+        longer stored or shown. Rows differ from those of `episodes`: pass keys to `read_episode`.
+
+        Args:
+            abandoned: Also list what sessions wrote after a checkpoint from which a later session resumed. If only
+                the last steps of an episode are abandoned, they are a row of their own.
+        """
+        names, parts = self.names, self.parts()
+        if abandoned:
+            everything = self._parts(Lineage(), self._first_rows())
+            for part, whole in zip(list(parts), everything, strict=True):
+                if part.limit is not None:
+                    parts.append(replace(whole, stream=whole.stream + len(names), n_skipped=part.limit))
+        return self._table(parts, is_history=True)
 
     @property
     def storage(self) -> Storage:
@@ -230,37 +292,58 @@ class Snapshot:
 
     def parts(self) -> list[VisibleSpans]:
         """The spans of every stream as this view shows them; stream numbers are positions in `names`."""
+        return self._parts(self.lineage, self._first_rows())
+
+    def _first_rows(self) -> Marks:
+        """The first row of each stream that is neither evicted nor below what the lineage has of it."""
+        marks = Marks.wanted(self.streams)
+        limits = {stream: limit.first for stream, limit in self.lineage.limits.items() if limit is not None}
+        return marks.raised(Marks(limits).only(marks))
+
+    def _parts(self, lineage: Lineage, first_rows: Mapping[str, int]) -> list[VisibleSpans]:
+        """The spans of every stream that belong to a lineage, with the rows from ``first_rows`` on."""
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
-        live, discarded = Marks.wanted(records), _discarded(records)
+        discarded = _discarded(records, lineage)
         dead = {s for r in records for s in r.view.dead}
         hidden: dict[str, tuple[tuple[int, int], ...]] = {}
         for r in records:
-            if r.replaces:
+            if r.replaces and not lineage.is_abandoned(r.id):
                 ranges = hidden.get(r.replaces.stream, ())
                 hidden[r.replaces.stream] = (*ranges, (r.replaces.start, r.replaces.stop))
         parts = []
         for name, stream in self._streams.items():
             record = stream.record
             logical = record.shown_as
+            is_limited = name in lineage.limits
             part = VisibleSpans(
                 stream=position[logical],
                 source=position[name],
-                spans=self._explained(0, lambda stream=stream: stream.spans),  # type: ignore[misc]
+                spans=self._spans_of(stream, lineage),
                 columns=span_columns(record.schema),
-                first_row=live[name],
-                is_finished=record.is_sealed or name in dead,
+                first_row=first_rows.get(name, 0),
+                # What follows a limit was abandoned, so an episode that is open there was cut.
+                is_finished=record.is_sealed or name in dead or is_limited,
                 hidden=hidden.get(name, ()),
                 discarded=frozenset(discarded.get(logical, ())),
+                limit=lineage.n_spans(record) if is_limited else None,
             )
             parts.append(part)
         return parts
+
+    def _spans_of(self, stream: _Stream, lineage: Lineage) -> Spans:
+        n = lineage.n_spans(stream.record)
+        if not n:  # nothing to read
+            ints, floats = span_columns(stream.record.schema)
+            return Spans(np.empty((0, len(ints)), np.int64), np.empty((0, len(floats)), np.float64))
+        return self._explained(0, lambda: stream.spans).first(n)
 
     def read_episode(
         self,
         episode: int | EpisodeKey | tuple[str, int],
         *,
         fields: Iterable[str] | None = None,
+        columns: Iterable[str] | bool = False,
         start: int = 0,
         stop: int | None = None,
     ) -> dict[str, Any]:
@@ -272,11 +355,14 @@ class Snapshot:
         Args:
             episode: Its row in `episodes`, or its key.
             fields: Paths of fields, or names of groups, to read; all by default.
+            columns: Names of derived columns to read too, such as ``("priority",)``; True: all of them. Steps
+                without a stored value have NaN, or 0 in columns that are not floats.
             start: First step, counted from the first step that is still stored.
             stop: Step after the last; the end of the episode by default.
 
         Raises:
             EpisodeNotFoundError: This snapshot does not show an episode with this key.
+            DataError: A derived column does not exist.
             IndexError: The episode does not have these steps.
             SnapshotExpiredError: The steps were evicted since the snapshot was made; refresh the store.
             CorruptionError: A chunk is damaged or missing.
@@ -296,7 +382,17 @@ class Snapshot:
             last = end + 1 if has_final and end == n_steps and schema[path].final else end
             rows = self._read_rows(f"steps/{path}", spans, start, last)
             arrays[path] = widen_bfloat16(rows) if schema[path].dtype == "bfloat16" else rows
+        for name in self.columns.names if columns is True else columns or ():
+            arrays[name] = self._column_rows(name, spans, start, end)
         return nest(arrays)
+
+    def _column_rows(self, name: str, spans: Sequence[SpanExtent], start: int, stop: int) -> Array:
+        streams = list(self._streams)
+        stored = self.column(name, {streams[span.source] for span in spans})
+        values = ColumnRows(next(iter(self.columns.states(name).values())), stored)
+        parts = [values.read(streams[span.source], span.row_start, span.row_stop) for span in spans]
+        rows: Array = np.concatenate(parts)[start:stop] if parts else values.read("", 0, 0)
+        return rows
 
     def column(self, name: str, targets: Iterable[str] | None = None) -> dict[str, tuple[int, Array]]:
         """Read a derived column: by stream id, the first row that has a value, and the values from there on.
@@ -309,44 +405,20 @@ class Snapshot:
             targets: Ids of the streams to read it for; all by default.
 
         Raises:
+            DataError: This snapshot has no such column.
             SnapshotExpiredError: The column was replaced since the snapshot was made; refresh the store.
         """
-        wanted = set(self._streams if targets is None else targets) & self._streams.keys()
-        newest = {
-            target: stream.reader
-            for stream in self._streams.values()  # oldest first
-            for target, named in stream.record.columns.items()
-            if name in named and target in wanted
-        }
-        return {target: self._read_column(reader, target, name) for target, reader in newest.items()}
+        columns = self.columns
+        if name not in columns.names:
+            hint = "; it is a field: read it with read_episode" if self._schema and name in self._schema else ""
+            known = ", ".join(columns.names) or "none"
+            raise DataError(f"no derived column '{name}' in {self!r}; it has {known}{hint}")
+        return columns.read(name, None if targets is None else set(targets))
 
-    def _read_column(self, reader: StreamReader, target: str, name: str) -> tuple[int, Array]:
-        state, n_rows = reader.record.columns[target][name], self._streams[target].record.rows
-        lengths = state.lengths(target, name)
-        self._check_rows(name, target, state.stop, n_rows)
-        try:
-            values, rows, changes = (reader.read_rows(path, 0, lengths[path]) for path in state.paths(target, name))
-        finally:
-            # Generations alternate between two places: once the next one is published, this one may be overwritten.
-            fresh = _read_records(self._storage, [reader.record.id]).get(reader.record.id)
-            now = fresh.columns.get(target, {}).get(name) if fresh is not None else None
-            if now is not None and now.generation > state.generation:
-                raise SnapshotExpiredError(f"column '{name}' of stream '{target}' was replaced; refresh the store")
-        self._check_rows(name, target, int(rows.max()) + 1 if len(rows) else 0, n_rows)
-        if len(rows) and rows.min() < state.first:
-            raise CorruptionError(
-                f"column '{name}' of stream '{target}' has changes below its first row {state.first}"
-            )
-        return state.first, _with_changes(values, state.first, rows, changes, n_rows)
-
-    def _check_rows(self, name: str, target: str, stop: int, n_rows: int) -> None:
-        """Refuse rows that the stream's newest record does not have; a column may be newer than this snapshot."""
-        if stop > n_rows:
-            known = _read_records(self._storage, [target]).get(target)
-            if known is None or stop > known.rows:
-                raise CorruptionError(
-                    f"column '{name}' of stream '{target}' has rows up to {stop}, the stream has fewer"
-                )
+    @cached_property
+    def columns(self) -> ColumnReader:
+        """The derived columns that this snapshot shows."""
+        return ColumnReader(self._storage, self.readers)
 
     def _read_rows(self, path: str, spans: Sequence[Any], start: int, stop: int) -> Array:
         streams = list(self._streams.values())
@@ -360,8 +432,7 @@ class Snapshot:
             offset += n
         if len(parts) == 1:
             return parts[0]
-        layout = streams[0].record.layouts[path]
-        return np.concatenate(parts) if parts else np.empty((0, *layout.row_shape), layout.dtype)
+        return np.concatenate(parts) if parts else streams[0].reader.read_rows(path, 0, 0)
 
     def _read_or_explain(self, reader: StreamReader, path: str, start: int, stop: int) -> Array:
         return self._explained(start, lambda: reader.read_rows(path, start, stop))
@@ -399,49 +470,16 @@ class Snapshot:
         return f"<Snapshot of {self._storage.display}: {len(self._streams)} streams, {self.n_rows} rows>"
 
 
-def _read_records(storage: Storage, names: Sequence[str]) -> dict[str, CommitRecord]:
-    def read(name: str) -> CommitRecord | None:
-        try:
-            return CommitRecord.from_bytes(storage.get(f"streams/{name}/zarr.json"), name, storage.display)
-        except FileNotFoundError:
-            return None  # a stream that is being removed, or a directory that is not a stream
-
-    found = storage.map(read, list(names))
-    return {name: record for name, record in zip(names, found, strict=True) if record is not None}
-
-
-def _check_schemas(storage: Storage, schema: Schema | None, streams: Iterable[_Stream]) -> None:
-    for stream in streams:
-        schema = schema or stream.record.schema
-        if differences := schema.differences(stream.record.schema):
-            raise SchemaError(
-                f"{storage.display}: stream '{stream.record.id}' has another schema: {'; '.join(differences)}"
-            )
-
-
-def _with_changes(values: Array, first: int, rows: Array, changes: Array, n_rows: int) -> Array:
-    """Apply changes of single rows to values that begin at row ``first``; rows from ``n_rows`` on are dropped."""
-    kept = rows < n_rows
-    rows, changes = rows[kept], changes[kept]
-    values = values[: max(0, n_rows - first)]
-    if not len(rows):
-        return values
-    grown = np.zeros((max(int(rows.max()) + 1 - first, len(values)), *values.shape[1:]), values.dtype)
-    grown[: len(values)] = values
-    # The last of several changes to a row must win, which numpy's fancy assignment does not promise.
-    last = len(rows) - 1 - np.unique(rows[::-1], return_index=True)[1]
-    grown[rows[last] - first] = changes[last]
-    return grown
-
-
 def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:
     return item[1].record.created_at, item[0]
 
 
-def _discarded(records: Iterable[CommitRecord]) -> dict[str, set[int]]:
+def _discarded(records: Iterable[CommitRecord], lineage: Lineage) -> dict[str, set[int]]:
     """By stream id, the episodes that any session has discarded."""
     discarded: dict[str, set[int]] = {}
     for record in records:
         for target, episodes in record.view.discarded.items():
             discarded.setdefault(target, set()).update(episodes)
+        if (limit := lineage.limits.get(record.id)) is not None and limit.discarded:
+            discarded.setdefault(record.shown_as, set()).update(limit.discarded)
     return discarded

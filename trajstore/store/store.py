@@ -8,24 +8,24 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trajstore.errors import ClosedError, FormatError, SchemaError, StoreExistsError, StoreNotFoundError
+from trajstore.errors import ClosedError, SchemaError, StoreExistsError, StoreNotFoundError
 from trajstore.format.commit_record import CommitRecord, stream_layouts
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
 from trajstore.format.ids import new_id
+from trajstore.format.lineage import continued_extents
 from trajstore.format.zarr_json import (
     FORMAT,
     GROUP,
-    check_checksum,
     group_bytes,
     parse_json,
     to_json_bytes,
     trajstore_attributes,
-    with_checksum,
 )
-from trajstore.schema import Schema, check_name
+from trajstore.schema import Schema, as_schema, check_name, check_not_reserved, has_reserved
 from trajstore.storage import Storage, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints
+from trajstore.store.schema_objects import read_schema, settle
 from trajstore.store.snapshot import Snapshot
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import Writer
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     import zarr
 
 _ROOT = "zarr.json"
-_SCHEMA = "schema/zarr.json"
 _STREAMS = "streams/zarr.json"
 _CHECKPOINTS = "checkpoints/zarr.json"
 _SKELETON = {"scratch", "streams", "checkpoints"}
@@ -63,6 +62,7 @@ class Store:
         self._url = os.fspath(url)
         self._storage_options = dict(storage_options or {})
         self._snapshot = Snapshot(storage, None, {})
+        self._settled: Schema | None = None  # the fields that its writers were given
         self._at: str | None = None  # id of the checkpoint that it was opened at
 
     def writer(
@@ -75,7 +75,7 @@ class Store:
         rank: int | None = None,
         world_size: int | None = None,
         world: str | None = None,
-        checkpoint: str | None = None,
+        checkpoint: Checkpoint | str | None = None,
         dead: Collection[str] = (),
     ) -> Writer:
         """Open a writer. It writes its own stream, so any number of writers may write at the same time.
@@ -89,18 +89,24 @@ class Store:
             rank: Rank of this writer, recorded with the stream.
             world_size: Number of ranks, recorded with the stream.
             world: Id of the set of sessions that this one belongs to; the marks of the newest set count.
-            checkpoint: Id of the checkpoint that this set of sessions started from.
+            checkpoint: The checkpoint that this set of sessions started from, or its id. With a `Checkpoint`, the
+                store shows from now on what it lists and what this set writes; see `Snapshot`.
             dead: Ids of streams whose writers this session declares dead; their open episodes are shown as cut.
         """
         if self._at is not None:
             raise ClosedError(
                 f"{self.url} is opened at checkpoint '{self._at}' and is read-only; open it without at= to write"
             )
+        self._storage.check_writable()
         check_name(name, "writer name")
+        started_from, continues = checkpoint, None
+        if isinstance(started_from, Checkpoint):
+            continues = continued_extents(started_from, self._snapshot.streams)
+            started_from = started_from.id
         options = WriterOptions(
-            commit_steps, commit_seconds, buffer_bytes, rank, world_size, world, checkpoint, dead
+            commit_steps, commit_seconds, buffer_bytes, rank, world_size, world, started_from, dead, continues
         )
-        schema = self._snapshot.schema or read_schema(self._storage)
+        schema = self._snapshot.schema or self._known_schema()
         return Writer(self._storage, name, schema, self._settle_schema, options)
 
     def refresh(self) -> Snapshot:
@@ -110,7 +116,7 @@ class Store:
         """
         while self._at is None:
             before = self._snapshot
-            fresh = Snapshot.load(self._storage, before.schema or read_schema(self._storage), before)
+            fresh = Snapshot.load(self._storage, before.schema or self._known_schema(), before)
             with _swapping[0]:
                 if self._snapshot is before:  # otherwise another thread was faster, and may have seen newer commits
                     self._snapshot = fresh
@@ -145,6 +151,10 @@ class Store:
         """The episode table: one row an episode."""
         return self._snapshot.episodes
 
+    def history(self, *, abandoned: bool = False) -> EpisodeTable:
+        """The episode table of the whole run, evicted episodes included; see `Snapshot.history`."""
+        return self._snapshot.history(abandoned=abandoned)
+
     def __len__(self) -> int:
         """Number of episodes."""
         return len(self.episodes)
@@ -154,11 +164,12 @@ class Store:
         episode: int | EpisodeKey | tuple[str, int],
         *,
         fields: Iterable[str] | None = None,
+        columns: Iterable[str] | bool = False,
         start: int = 0,
         stop: int | None = None,
     ) -> dict[str, Any]:
         """Read the steps of one episode; see `Snapshot.read_episode`."""
-        return self._snapshot.read_episode(episode, fields=fields, start=start, stop=stop)
+        return self._snapshot.read_episode(episode, fields=fields, columns=columns, start=start, stop=stop)
 
     def zarr_group(self) -> zarr.Group:
         """Open the store as a read-only `zarr.Group`, for tools that know only Zarr."""
@@ -166,14 +177,16 @@ class Store:
 
         return zarr.open_group(self._url, mode="r", zarr_format=3, storage_options=self._storage_options or None)
 
+    def _known_schema(self) -> Schema | None:
+        return self._settled or read_schema(self._storage)
+
     def _settle_schema(self, schema: Schema) -> None:
-        """Set the store's schema if it has none; refuse a schema that differs from the store's."""
+        """Set the store's schema if it has none, or add fields to it; refuse a schema that contradicts it."""
         stream_layouts(schema)  # raises for codecs and chunk sizes that no writer could use
-        if self._storage.put_once(_SCHEMA, _schema_bytes(schema)):
-            return
-        settled = read_schema(self._storage)
-        if settled is not None and (differences := settled.differences(schema)):
+        shown = self._snapshot.schema
+        if shown is not None and (differences := shown.differences(schema, "the store", "the given schema")):
             raise SchemaError(f"{self.url} has another schema: {'; '.join(differences)}")
+        self._settled = settle(self._storage, schema, lambda: Snapshot.load(self._storage, None).schema)
 
     def __repr__(self) -> str:
         return f"<Store {self.url}: {len(self._snapshot.streams)} streams, {self._snapshot.n_rows} rows>"
@@ -181,7 +194,7 @@ class Store:
 
 def create(
     url: Url,
-    schema: Schema | None = None,
+    schema: Schema | Mapping[str, Any] | None = None,
     *,
     storage_options: Mapping[str, Any] | None = None,
     exist_ok: bool = False,
@@ -191,16 +204,42 @@ def create(
 
     Args:
         url: A path, or an fsspec URL of memory, S3, GCS or Azure: ``runs/walker``, ``memory://x``, ``s3://bucket/x``.
-        schema: The fields; None: taken from the first data, and fixed from then on.
+        schema: The fields: a `Schema`, or a nested mapping of names to `Field`. None: taken from the first data,
+            and fixed from then on.
         storage_options: Options for fsspec's filesystem, such as credentials and endpoints; never stored or shown.
-        exist_ok: Open an existing store; its schema must be the same.
+        exist_ok: Open an existing store. A given schema must be the store's, except for fields that declare a
+            ``fill``: those that the store lacks are added to it, and those that it has may be left out here.
         fsync: Whether commits to a local directory survive a power cut. Without it they survive only a crash of the
             process.
 
     Raises:
         StoreExistsError: The location already holds a store, or something else.
+        SchemaError: The store has another schema, or a field has a name that batches use for something else.
     """
+    fields = as_schema(schema)
     storage = open_storage(url, storage_options, fsync=fsync)
+    if fields is not None and has_reserved(fields):
+        known = read_schema(storage) or ()  # an older store may have such fields already
+        check_not_reserved([path for path in fields if path not in known])
+    return _create(storage, url, fields, storage_options, exist_ok)
+
+
+def create_imported(
+    url: Url,
+    schema: Schema | None,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    exist_ok: bool = False,
+    fsync: bool = True,
+) -> Store:
+    """Like `create`, for data of another origin: fields keep their names, also those that batches use otherwise."""
+    storage = open_storage(url, storage_options, fsync=fsync)
+    return _create(storage, url, schema, storage_options, exist_ok)
+
+
+def _create(
+    storage: Storage, url: Url, schema: Schema | None, storage_options: Mapping[str, Any] | None, exist_ok: bool
+) -> Store:
     if not _make_root(storage) and not exist_ok:
         raise StoreExistsError(f"{storage.display} is already a store; open it, or pass exist_ok=True")
     check_root(storage)
@@ -263,18 +302,13 @@ def put_root(storage: Storage) -> bool:
         False if a root exists already.
     """
     for key in (_STREAMS, _CHECKPOINTS):
-        storage.put_once(key, to_json_bytes(GROUP))
+        storage.put(key, to_json_bytes(GROUP))  # the same bytes, whoever puts them
     return storage.put_once(_ROOT, _root_bytes())
 
 
 def _root_bytes() -> bytes:
     own = {"format": FORMAT, "kind": "store", "id": new_id("store"), "created_at": time.time()}
     return group_bytes(own)
-
-
-def _schema_bytes(schema: Schema) -> bytes:
-    own = {"format": FORMAT, "kind": "schema", "crc32c": "00000000", "schema": schema.to_json()}
-    return with_checksum(GROUP | {"attributes": {"trajstore": own}})
 
 
 def check_root(storage: Storage) -> str:
@@ -291,16 +325,13 @@ def check_root(storage: Storage) -> str:
     return str(trajstore_attributes(parse_json(data, storage.display), "store", storage.display).get("id"))
 
 
-def read_schema(storage: Storage) -> Schema | None:
-    """The store's schema; None if it has none yet."""
-    try:
-        data = storage.get(_SCHEMA)
-    except FileNotFoundError:
-        return None
-    what = f"{storage.display}/schema"
-    own = trajstore_attributes(parse_json(data, what), "schema", what)
-    check_checksum(data, what)
-    try:
-        return Schema.from_json(own.get("schema"))
-    except SchemaError as error:
-        raise FormatError(f"{what}: {error}") from error
+def check_is_store(store: object) -> None:
+    """Refuse what is neither a store nor a snapshot, such as a URL.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if not isinstance(store, (Store, Snapshot)):
+        raise TypeError(
+            f"store: expected a Store or a Snapshot, got {store!r:.80}; open a URL with trajstore.open(url)"
+        )

@@ -11,7 +11,7 @@ from trajstore.errors import CorruptionError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
-from trajstore.schema import Array
+from trajstore.schema import Array, Schema, stored_fill
 from trajstore.storage import Storage
 
 _WAVE_CHUNKS = 64  # read at a time
@@ -30,18 +30,43 @@ class MissingChunkError(ChunkError):
 
 
 class StreamReader:
-    """Reads the rows of one stream that one commit record names. Thread-safe."""
+    """Reads the rows of one stream that one commit record names. Thread-safe.
 
-    def __init__(self, storage: Storage, record: CommitRecord) -> None:
+    Args:
+        storage: Reads objects.
+        record: The commit record.
+        schema: The fields that are shown; None: those of the stream. Rows of a field that the stream lacks hold its
+            fill value, and nothing is read for them.
+    """
+
+    def __init__(self, storage: Storage, record: CommitRecord, schema: Schema | None = None) -> None:
         self.record = record
         self._storage = storage
+        shown = {} if schema is None else schema.fields
+        self._fill_rows = {  # by path: a row of fill values, for each field that the stream lacks
+            f"steps/{path}": np.broadcast_to(stored_fill(spec), spec.shape)
+            for path, spec in shown.items()
+            if path not in record.schema.fields
+        }
         self._shard_indexes: dict[tuple[str, int], Array] = {}  # valid for good: shards never change
 
     def advanced(self, record: CommitRecord) -> StreamReader:
         """A reader for a newer record of the same stream; shares the cached shard indexes."""
         reader = StreamReader(self._storage, record)
         reader._shard_indexes = self._shard_indexes
+        reader._fill_rows = self._fill_rows
         return reader
+
+    def chunk_rows(self, path: str) -> int | None:
+        """Rows in a chunk of an array; None if the stream lacks the field, so that it has no chunks."""
+        return None if path in self._fill_rows else self.record.layouts[path].chunk_rows
+
+    def fill(self, path: str, out: Array) -> bool:
+        """Write the fill value to ``out`` if the stream lacks the field; returns whether it does."""
+        row = self._fill_rows.get(path)
+        if row is not None:
+            out[...] = row
+        return row is not None
 
     def read_rows(self, path: str, start: int, stop: int) -> Array:
         """Read committed rows ``[start, stop)`` of an array into a new array.
@@ -50,9 +75,12 @@ class StreamReader:
             IndexError: The array does not have these rows.
             CorruptionError: A chunk is damaged or missing.
         """
-        layout, n = self.record.layouts[path], self.record.length(path)
+        n = self.record.length(path)
         if not 0 <= start <= stop <= n:
             raise IndexError(f"{self._name(path)}: rows {start} to {stop}, but it has {n} rows")
+        if (row := self._fill_rows.get(path)) is not None:
+            return np.broadcast_to(row, (stop - start, *row.shape)).copy()
+        layout = self.record.layouts[path]
         if start == stop:
             return np.empty((0, *layout.row_shape), layout.dtype)
         first, last = start // layout.chunk_rows, (stop - 1) // layout.chunk_rows
@@ -84,9 +112,9 @@ class StreamReader:
             return memoryview(self._chunk_bytes(path, layout, index))
 
     def chunk_key(self, path: str, index: int) -> str | None:
-        """Key of the object that holds exactly one chunk; None if the array is sharded."""
-        layout = self.record.layouts[path]
-        if layout.shard_rows is not None:
+        """Key of the object that holds exactly one chunk; None if the array is sharded, or the stream lacks it."""
+        layout = self.record.layouts.get(path)
+        if layout is None or layout.shard_rows is not None:
             return None
         return f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
 

@@ -7,3 +7,7 @@
 They need the ``testing`` extra (hypothesis and pytest): ``pip install 'trajstore[testing]'``. Nothing else in
 trajstore imports this package.
 """
+
+from trajstore.lazy_modules import lazy_modules
+
+__getattr__, __dir__ = lazy_modules("trajstore.testing", ("conformance", "model", "strategies"))

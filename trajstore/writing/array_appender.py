@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from trajstore.format.array_layout import ArrayLayout
+from trajstore.format.step_bytes import GrownObjects
+from trajstore.host_memory import HostMemory
 from trajstore.schema import Array
 from trajstore.storage import ANY, Put
 from trajstore.writing.commit_batch import NewRows
@@ -68,8 +70,13 @@ class ArrayAppender:
             return Put(key, lambda: self._layout.encode(np.ascontiguousarray(block)), expect)
         if is_full:
             return Put(key, lambda: self._encoder(self._layout.empty_chunk(), 0, new, new_range)(), expect)
-        self._next_tail = self._layout.empty_chunk()
+        self._next_tail = self._new_tail()
         return Put(key, self._encoder(self._next_tail, 0, new, new_range), expect)
+
+    def _new_tail(self) -> Array:
+        layout = self._layout
+        zeros = HostMemory(layout.chunk_bytes).array
+        return zeros.view(layout.dtype).reshape(layout.chunk_rows, *layout.row_shape)
 
     def _encoder(self, chunk: Array, at: int, new: NewRows, new_range: tuple[int, int]) -> Callable[[], bytes]:
         """A function that copies new rows into ``chunk`` from row ``at`` on and encodes the chunk."""
@@ -81,15 +88,15 @@ class ArrayAppender:
 
         return make
 
-    def advance(self, n: int, versions: Mapping[str, str]) -> int:
+    def advance(self, n: int, versions: Mapping[str, str]) -> GrownObjects:
         """Count ``n`` appended rows as committed; return by how many bytes the array's objects grew.
 
         Args:
             n: Rows that became durable.
             versions: Versions of the objects that were put, by key.
         """
+        grown = self._grown(self.rows + n)
         self.rows += n
-        grown = sum(self._put_bytes.values()) - self._tail_bytes  # the previous tail was replaced
         last, n_tail = divmod(self.rows, self._layout.chunk_rows)
         if not n_tail:
             self._tail, self._tail_version, self._tail_bytes = None, ANY, 0
@@ -97,4 +104,10 @@ class ArrayAppender:
         self._tail, self._tail_bytes = self._next_tail, self._put_bytes[last]
         key = f"{self._prefix}/{self._layout.chunk_key(last)}"
         self._tail_version = versions.get(key, self._tail_version)
+        return grown
+
+    def _grown(self, stop: int) -> GrownObjects:
+        grown = GrownObjects.whole(self._layout, self._put_bytes, self.rows, stop)
+        if self.rows % self._layout.chunk_rows:
+            grown.n_bytes[0] -= self._tail_bytes  # the previous tail was replaced
         return grown

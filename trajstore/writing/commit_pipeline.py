@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections import deque
@@ -11,11 +12,12 @@ from typing import Protocol
 
 from trajstore.errors import DataError
 from trajstore.format.commit_record import CommitRecord, SessionView
+from trajstore.format.step_bytes import StepBytes
 from trajstore.schema import Array, Schema
 from trajstore.writing.commit_batch import CommitBatch, DerivedColumnChange
 from trajstore.writing.commit_thread import CommitThread
 from trajstore.writing.placement import Placement, added_values, empty_batch, place
-from trajstore.writing.staging import Staging, staged_rows
+from trajstore.writing.staging import Staging, bytes_for_rows, staged_rows
 from trajstore.writing.stream_appender import StreamAppender
 
 _log = logging.getLogger(__name__)
@@ -42,10 +44,17 @@ class AppendListener(Protocol):
     """Follows appended rows from the staging to the disk."""
 
     def handed_off(self, staging: Staging) -> None:
-        """A staging is complete and will be committed. Called with the writer's lock held."""
+        """A staging is complete and will be committed. Called with the writer's lock held.
 
-    def committed(self, spans: Array) -> None:
-        """The spans of a staging are durable. Called from the background thread, in order."""
+        The listener may read its rows until `committed` is called for it.
+        """
+
+    def committed(self, spans: Array) -> bool:
+        """The spans of a staging are durable. Called from the background thread, in order.
+
+        Returns:
+            Whether the listener is still reading the staging's rows, so that it must not be filled again.
+        """
 
     def amended(self, episode: int, t: int, values: Mapping[str, Array]) -> None:
         """A staged step got other values. Called with the writer's lock held."""
@@ -77,6 +86,7 @@ class CommitPipeline:
         listener: Follows appended rows, if set.
         observer: Called with the steps of every commit, if set.
         is_ticking: Whether the background thread may hold the lock, for a moment.
+        max_text: Bytes of text after which a staging is handed off.
         is_overdue: Whether a commit by time found the lock taken; the next append makes up for it.
     """
 
@@ -98,6 +108,7 @@ class CommitPipeline:
         self.observer: CommitObserver | None = None
         self.is_ticking = False
         self.is_overdue = False
+        self.max_text = buffer_bytes // 8
         self._buffer_bytes = buffer_bytes
         self._schema = schema
         self._settle = settle
@@ -117,6 +128,11 @@ class CommitPipeline:
         """The newest commit record; None before the first commit."""
         record = self.appender.record if self.appender is not None else None
         return record if record is not None and record.commit else None
+
+    @property
+    def step_bytes(self) -> StepBytes:
+        """Sizes of the stream's step objects."""
+        return self.appender.step_bytes if self.appender is not None else StepBytes()
 
     def stats(self) -> dict[str, int]:
         """Counts of staged rows, and of commits and what they hold."""
@@ -149,15 +165,21 @@ class CommitPipeline:
         """Whether the other staging is free, so that a hand-off does not have to wait."""
         return self._n_stagings < 2 or bool(self._free)
 
-    def make_room(self, n: int, n_text: int = 0) -> Staging:
-        """A staging with room for ``n`` rows and ``n_text`` bytes of text; hands off a full one first."""
+    def make_room(self, n: int, n_text: int = 0, most: int = 0) -> Staging:
+        """A staging with room for ``n`` rows and ``n_text`` bytes of text; hands off a full one first.
+
+        Raises:
+            DataError: A staging does not hold as many rows, or the ``most`` that such a call may append: what does
+                not work is refused with the first call.
+        """
         staging = self.fill()
-        if n > staging.capacity:
+        if max(n, most) > staging.capacity:
             raise DataError(
-                f"one call appends {n} rows, but a buffer of {self._buffer_bytes} bytes takes {staging.capacity}"
-                " at a time; raise buffer_bytes"
+                f"one call appends up to {max(n, most)} rows, but a buffer of {self._buffer_bytes} bytes takes"
+                f" {staging.capacity} at a time; raise buffer_bytes to at least"
+                f" {bytes_for_rows(max(n, most), self._schema().row_bytes)}"
             )
-        if staging.room < n or (staging.n_text and staging.n_text + n_text > self._buffer_bytes // 8):
+        if staging.room < n or (staging.n_text and staging.n_text + n_text > self.max_text):
             self.hand_off()
         return self.fill()
 
@@ -240,6 +262,16 @@ class CommitPipeline:
             raise ValueError(f"ticket: expected 0 to {self._commit_thread.n_submitted}, got {ticket!r}")
         self._commit_thread.wait(ticket)
 
+    def staged_spans(self) -> CommitBatch | None:
+        """What a commit of the staged rows would add to the stream; None if nothing is staged.
+
+        Waits for the commit that is running, because its rows come first. Cost is proportional to the staged rows.
+        """
+        self._commit_thread.wait(self._commit_thread.n_submitted)
+        if self.staging is None or self.staging.is_empty:
+            return None
+        return place(self.staging, copy.deepcopy(self._placement), self._schema())
+
     def seal(self) -> None:
         """Declare the stream finished; the caller has waited for all hand-offs."""
         if self.appender is not None:
@@ -280,13 +312,17 @@ class CommitPipeline:
         if job.schema is not None and not job.is_committed:
             self._commit(job, job.schema)
             job.is_committed = True
-        if job.staging is not None:
+        if job.staging is not None and job.schema is not None:
+            is_read = False
             if self.listener is not None and job.batch is not None:
-                self.listener.committed(job.batch.span_ints)
-            if self.observer is not None and job.batch is not None and job.schema is not None:
+                is_read = self.listener.committed(job.batch.span_ints)
+            if self.observer is not None and job.batch is not None:
                 self._call_observer(self.observer, job.batch, job.schema)
-            job.staging.clear()
-            self._free.append(job.staging)
+            if is_read:
+                self._free.append(Staging(job.schema, job.staging.capacity))
+            else:
+                job.staging.clear()
+                self._free.append(job.staging)
         if job.on_durable is not None:
             self._call_back(job.on_durable)
 

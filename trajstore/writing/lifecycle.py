@@ -39,6 +39,12 @@ class WriterLifecycle:
                 f"writer of stream '{self._stream}' belongs to process {self._pid}; open one in this process"
             )
 
+    def own_lock(self) -> threading.RLock:
+        """The lock, to be taken with ``with``; raises in a forked child."""
+        if self._pid != os.getpid():
+            self.check_process()
+        return self.lock
+
     def check_open(self) -> None:
         """Raise if the writer is closed or being closed. The caller holds the lock."""
         if self.is_closed:

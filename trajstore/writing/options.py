@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from trajstore.arguments import parse_bytes
 from trajstore.format.argument_checks import check_stream_ids
+from trajstore.format.commit_record import StreamExtent
 from trajstore.format.ids import is_stream_id
 
 _MAX_WORLD_CHARACTERS = 256
@@ -26,6 +28,7 @@ class WriterOptions:
         world: Id of the set of sessions that this session writes with; None: it writes alone.
         checkpoint: Id of the checkpoint that this set of sessions started from.
         dead: Ids of streams whose writers this session declares dead; their open episodes read as cut.
+        continues: What this set of sessions shows of each older stream, if it started from a checkpoint.
     """
 
     commit_steps: int | None = None
@@ -36,16 +39,23 @@ class WriterOptions:
     world: str | None = None
     checkpoint: str | None = None
     dead: Collection[str] = ()
+    continues: Mapping[str, StreamExtent] | None = None
 
     def __post_init__(self) -> None:
         for name, low in (("commit_steps", 1), ("rank", 0), ("world_size", 0)):
             value = getattr(self, name)
             if value is not None and not (type(value) is int and low <= value < 1 << 62):
                 raise ValueError(f"{name}: expected an integer of at least {low} or None, got {value!r}")
-        if self.commit_seconds is not None and not self.commit_seconds > 0:
+        seconds = self.commit_seconds
+        if seconds is not None and (isinstance(seconds, (bool, str)) or not seconds > 0):
             raise ValueError(f"commit_seconds: expected a positive number or None, got {self.commit_seconds!r}")
         parse_bytes(self.buffer_bytes, "buffer_bytes")
         self._check_lineage()
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """The options that a stream's record repeats."""
+        return {name: getattr(self, name) for name in ("rank", "world_size", "world", "checkpoint", "continues")}
 
     def _check_lineage(self) -> None:
         if self.world is not None and not _is_printable(self.world):

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from trajstore.format.spans import EpisodeValues
+from trajstore.host_memory import FEW_BYTES, HostMemory
 from trajstore.schema import Array, Schema
 
 _FIRST_ENDS = 64
+_LINE = 64  # bytes: columns start at a line of the processor's cache
 ROW_OVERHEAD_BYTES = 48  # `episode`, `env` and `dropped` of a row, and the memory that placing it needs
 
 
@@ -30,6 +32,11 @@ def staged_rows(buffer_bytes: int, row_bytes: int) -> int:
     return max(1, buffer_bytes // 2 // (row_bytes + ROW_OVERHEAD_BYTES))
 
 
+def bytes_for_rows(n: int, row_bytes: int) -> int:
+    """The smallest buffer that takes ``n`` rows in one call."""
+    return 2 * n * (row_bytes + ROW_OVERHEAD_BYTES)
+
+
 class Staging:
     """A bounded block of appended rows, reused once its rows are durable.
 
@@ -38,6 +45,7 @@ class Staging:
         n: Rows staged.
         n_text: Bytes of text that came with the ends of episodes.
         columns: By field path, the staged values; rows past ``n`` are undefined.
+        addresses: By field path, the memory address of its first row.
         episode: By row, the number of its episode.
         env: By row, its environment.
         dropped: By row, whether its episode was aborted, so that the row is not stored.
@@ -51,9 +59,15 @@ class Staging:
         self.n = 0
         self.n_text = 0
         # Allocated whole: the system gives out memory as it is touched, and growing would copy.
-        self.columns = {
-            path: np.empty((capacity, *spec.shape), spec.storage_dtype) for path, spec in schema.fields.items()
-        }
+        starts = np.cumsum([0, *(-(-capacity * s.row_bytes // _LINE) * _LINE for s in schema.fields.values())])
+        self._memory = HostMemory(int(starts[-1]))
+        self.columns: dict[str, Array] = {}
+        for first, (path, spec) in zip(starts.tolist(), schema.fields.items(), strict=False):
+            stop = first + capacity * spec.row_bytes
+            self._memory.use_huge_pages(first + FEW_BYTES, stop)
+            values = self._memory.array[first:stop]
+            self.columns[path] = values.view(spec.storage_dtype).reshape(capacity, *spec.shape)
+        self.addresses = {path: _address(column) for path, column in self.columns.items()}
         self.episode = np.empty(capacity, np.int64)
         self.env = np.empty(capacity, np.int64)
         self.dropped = np.empty(capacity, bool)
@@ -72,6 +86,9 @@ class Staging:
         return self.n == 0 and not self.reported_ends
 
     def clear(self) -> None:
+        """Forget all rows. A staging that was not even half full gives its memory back."""
+        if 2 * self.n < self.capacity:
+            self._memory.discard(0, len(self._memory.array))
         self.n = self.n_text = 0
         self.any_dropped = False
         self.reported_ends.clear()
@@ -83,6 +100,12 @@ class Staging:
         self.dropped[where] = False
         self.n += n
         return where
+
+    def add_row(self, episode: int, env: int) -> None:
+        """Count the next row, whose values are in place already."""
+        at = self.n
+        self.episode[at], self.env[at], self.dropped[at] = episode, env, False
+        self.n = at + 1
 
     def extend(self, rows: dict[str, Array], episode: Array, env: Array) -> None:
         """Append rows, one for each entry of ``episode`` and ``env``."""
@@ -121,3 +144,8 @@ class Staging:
         """The row of an episode's staged step at ``position``, counted from its first staged step."""
         rows = np.flatnonzero(self.episode[: self.n] == episode)
         return int(rows[position]) if 0 <= position < len(rows) else None
+
+
+def _address(column: Array) -> int:
+    address: int = column.__array_interface__["data"][0]
+    return address

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from trajstore.errors import ConflictError, FormatError
+from trajstore.errors import ConflictError, FormatError, SchemaError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord, DerivedColumnState, DerivedColumnStates
+from trajstore.format.step_bytes import StepBytes
 from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import Schema
 from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage
@@ -25,12 +26,12 @@ class StreamAppender:
 
     Attributes:
         record: The newest record.
-        n_bytes: Size of the stream's step and span objects, as if none had been evicted.
+        step_bytes: Sizes of the stream's step objects.
     """
 
     def __init__(self, storage: Storage, record: CommitRecord, settle_schema: Callable[[Schema], None]) -> None:
         self.record = record
-        self.n_bytes = 0
+        self.step_bytes = StepBytes()
         self._storage = storage
         self._settle_schema = settle_schema
         self._record_version = ABSENT
@@ -68,9 +69,9 @@ class StreamAppender:
         with self._removal_explained():
             versions = self._storage.put_many(puts)
         self._publish(self._next_record(batch, columns))
-        for path, rows in new.items():
-            grown = self._arrays[path].advance(len(rows), versions)
-            self.n_bytes += 0 if path.startswith("columns/") else grown
+        grown = {path: self._arrays[path].advance(len(rows), versions) for path, rows in new.items()}
+        if steps := [objects for path, objects in grown.items() if path.startswith("steps/")]:
+            self.step_bytes.add(steps)
 
     def _next_record(self, batch: CommitBatch, columns: DerivedColumnStates) -> CommitRecord:
         return replace(
@@ -149,8 +150,22 @@ class StreamAppender:
             return
         self._settle_schema(self.record.schema)
         self._publish(self.record)
+        if self._storage.is_remote:
+            self._confirm_schema()
         self._storage.put_many(self._node_puts())
         self._is_created = True
+
+    def _confirm_schema(self) -> None:
+        """Withdraw the empty stream if the store got another schema just before it was published.
+
+        That happens only where the server ignores conditions on puts and several processes create the store.
+        """
+        try:
+            self._settle_schema(self.record.schema)
+        except SchemaError:
+            self._storage.delete([self.record.key])
+            self._record_version = ABSENT
+            raise
 
     def _node_puts(self, group: str | None = None) -> list[Put]:
         """Metadata of the groups and arrays below the stream, or only of those in one group."""

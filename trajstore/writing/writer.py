@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any
 
-from trajstore.arguments import parse_bytes
-from trajstore.errors import DataError, TrajstoreError
-from trajstore.format.commit_record import CommitRecord, SessionView, stream_layouts
-from trajstore.format.handles import EpisodeKey, Handle, Handles
-from trajstore.format.ids import new_id
+from trajstore.errors import DataError
+from trajstore.format.commit_record import CommitRecord
+from trajstore.format.step_bytes import StepBytes
 from trajstore.schema import Array, Schema
 from trajstore.storage import Storage
-from trajstore.writing.commit_pipeline import AppendListener, CommitObserver, CommitPipeline
+from trajstore.unclosed import Registration
+from trajstore.writing.append_calls import AppendCalls
+from trajstore.writing.commit_batch import CommitBatch
+from trajstore.writing.commit_pipeline import AppendListener, CommitObserver
 from trajstore.writing.derived_columns import DerivedColumns, check_column_values
-from trajstore.writing.episode_stager import EpisodeStager
-from trajstore.writing.lifecycle import WriterLifecycle
-from trajstore.writing.open_episodes import Flags, OpenEpisodes
+from trajstore.writing.open_stream import OpenStream
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.staging import Staging
-from trajstore.writing.stream_appender import StreamAppender
-from trajstore.writing.validation import Step, StepValidator
 from trajstore.writing.view_changes import advance_view, check_first_row
+from trajstore.writing.writer_call import WriterCall
 
 _log = logging.getLogger(__name__)
 
 
-class Writer:
+class Writer(AppendCalls):
     """Appends to one stream; safe to use from several threads of the process that made it.
 
     Readers see a step once it is committed: by `commit`, which returns when everything appended before is
@@ -39,6 +35,9 @@ class Writer:
 
     Used as a context manager, leaving the block normally commits, marks open episodes as cut and seals the
     stream. Leaving it by an exception drops the steps that no commit has taken yet.
+
+    A writer that is dropped unclosed, or left open at a normal end of the process, is closed then; Python shows a
+    `ResourceWarning` if these are enabled.
 
     Attributes:
         stream: Id of the stream it writes; no other stream ever has the same id.
@@ -52,29 +51,23 @@ class Writer:
         settle_schema: Callable[[Schema], None],
         options: WriterOptions,
     ) -> None:
-        self.stream = new_id(name)
-        self._created_at = time.time()
-        self._name = name
+        stream = OpenStream(storage, name, schema, settle_schema, options)
+        self.stream = stream.id
+        self._open = stream
         self._storage = storage
-        self._settle_schema = settle_schema
         self._options = options
-        self._lifecycle = WriterLifecycle(self.stream)
-        self._lock = self._lifecycle.lock
-        self._validator = StepValidator(schema)
-        self._open_episodes = OpenEpisodes()
+        self._lifecycle = stream.lifecycle
+        self._lock = stream.lifecycle.lock
+        self._validator = stream.validator
+        self._open_episodes = stream.open_episodes
         self._derived_columns = DerivedColumns()
-        self._pipeline = CommitPipeline(
-            parse_bytes(options.buffer_bytes, "buffer_bytes"),
-            lambda: self._validator.schema,
-            self._settle,
-            self._make_appender,
-            self._lock,
-            options.commit_seconds,
-            SessionView(dead=tuple(dict.fromkeys(options.dead))),
-        )
-        self._stager = EpisodeStager(
-            self.stream, self._validator, self._open_episodes, self._pipeline, options.commit_steps
-        )
+        self._pipeline = stream.pipeline
+        self._stager = stream.stager
+        parts = stream.lifecycle, stream.validator, stream.pipeline, stream.stager
+        self._call = WriterCall(*parts, raises_pending=True)
+        self._silent_call = WriterCall(*parts, raises_pending=False)
+        where = f"Writer of {storage.display}"
+        stream.registration = Registration(self, stream.close, stream.flush, where)
 
     @property
     def schema(self) -> Schema | None:
@@ -90,150 +83,20 @@ class Writer:
         """Rank of this writer in its world, as recorded with the stream."""
         return self._options.rank
 
-    def append(
-        self,
-        step: Step,
-        *,
-        env: int | None = None,
-        envs: Iterable[int] | None = None,
-        terminated: Flags = None,
-        truncated: Flags = None,
-        final: Step | None = None,
-    ) -> Handle | Handles:
-        """Append one step of one environment, or of several at once; starts an episode where none is open.
-
-        Args:
-            step: Values by field; with ``envs``, each with a leading axis over them. Copied.
-            env: The environment (0 if neither is given).
-            envs: Several environments, each at most once.
-            terminated: Whether the episode ends with this step; with ``envs``, one flag each.
-            truncated: The same, for time limits and the like. Where both are set, terminated counts.
-            final: Final values (next observations) of episodes that end here; with ``envs``, a row for each
-                environment, of which only those that end are stored.
-
-        Returns:
-            The handle of the step, or the handles of all of them.
-        """
-        with self._call():
-            if envs is None:
-                return self._stager.append_step(step, 0 if env is None else env, terminated, truncated, final)
-            if env is not None:
-                raise DataError("give either env or envs, not both")
-            return self._stager.append_steps(step, envs, terminated, truncated, final)
-
-    def append_episode(
-        self,
-        data: Step,
-        *,
-        terminated: bool = False,
-        truncated: bool = False,
-        env: int = 0,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> EpisodeKey:
-        """Append a whole episode of T steps.
-
-        Args:
-            data: Arrays of T rows by field; fields with a final value may have T + 1, all of them or none. Copied.
-            terminated: It ended in a terminal state.
-            truncated: It was stopped from outside. With neither, the recording was cut.
-            env: The environment it was recorded in; must have no open episode.
-            metadata: Values of declared episode columns, and anything else that JSON can hold.
-
-        Returns:
-            The episode's key, valid for ever.
-        """
-        with self._call():
-            return self._stager.append_episode(data, env, terminated, truncated, metadata)
-
-    def append_rollout(
-        self,
-        data: Step,
-        *,
-        envs: Iterable[int] | None = None,
-        terminated: Flags = None,
-        truncated: Flags = None,
-        final: Step | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Handles:
-        """Append a block of T steps of B environments; episodes may end anywhere in it.
-
-        The block is stored whole or not at all, so it must fit half of ``buffer_bytes``.
-
-        Args:
-            data: Arrays ``[T, B, ...]`` by field. Copied.
-            envs: The B environments; 0 to B - 1 by default.
-            terminated: Flags ``[T, B]``: the episode ends with that step; the next step starts another.
-            truncated: The same; where both are set, terminated counts.
-            final: Arrays ``[T, B, ...]`` of final values; only those of steps that end an episode are stored.
-            metadata: As for `append_episode`, for every episode that ends in the block.
-
-        Returns:
-            Handles with arrays ``[T, B]``.
-        """
-        with self._call():
-            return self._stager.append_rollout(data, envs, terminated, truncated, final, metadata)
-
-    def end_episode(
-        self,
-        env: int = 0,
-        *,
-        terminated: bool = False,
-        truncated: bool = False,
-        final: Step | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> EpisodeKey:
-        """End the open episode of an environment.
-
-        Args:
-            env: Which environment.
-            terminated: It ended in a terminal state.
-            truncated: It was stopped from outside. One of the two must be true.
-            final: Final values of the fields that have one.
-            metadata: Values of declared episode columns, and anything else that JSON can hold.
-        """
-        with self._call():
-            return self._stager.end_episode(env, terminated, truncated, final, metadata)
-
-    def abort_episode(self, env: int = 0) -> EpisodeKey:
-        """Give up the open episode of an environment. Its placed steps stay readable, marked aborted."""
-        with self._call():
-            return self._stager.abort_episode(env)
-
-    def amend(self, values: Step, *, env: int = 0, t: int | None = None) -> Handle:
-        """Replace values of a step that is not placed yet (a human took over and acted differently).
-
-        Args:
-            values: The fields to replace.
-            env: The environment, which must have an open episode.
-            t: Which step of the open episode; the newest by default.
-
-        Raises:
-            StepPlacedError: A commit has given the step its place on disk.
-        """
-        with self._call():
-            return self._stager.amend(values, env, t)
-
     def set_append_listener(self, listener: AppendListener) -> None:
         """Set the object that follows appended rows from the staging to the disk.
-
-        Call it once, before anything is appended.
 
         Raises:
             ValueError: A listener is set already, or steps were appended.
         """
-        with self._call():
+        with self._lifecycle.own_lock(), self._call:
             if self._pipeline.listener is not None or self._stager.counts["steps"]:
-                raise ValueError(
-                    f"writer of stream '{self.stream}' has a listener already, or steps were appended before it"
-                )
+                raise ValueError(f"stream '{self.stream}' has a listener already, or steps were appended before it")
             self._pipeline.listener = listener
 
     def set_commit_observer(self, observer: CommitObserver) -> None:
-        """Set the function that the background thread calls with the steps of every commit, by field and in order.
-
-        If it raises, the commit stays; the exception is logged and raised by the writer's next call.
-        """
-        with self._call():
+        """Call this function with the steps of every commit; the next call raises what it raised."""
+        with self._lifecycle.own_lock(), self._call:
             self._pipeline.observer = observer
 
     def raise_pending(self) -> None:
@@ -247,14 +110,42 @@ class Writer:
         Yields None if another thread is appending at this moment (unless ``blocking``), if nothing was appended
         yet, or if the writer is closed.
         """
-        if not self._lifecycle.try_lock(blocking, self._pipeline.is_ticking):
-            yield None
-            return
+        is_locked = self.lock_staging(blocking)
         try:
-            is_ready = self._validator.known is not None and not self._lifecycle.is_closed
-            yield self._pipeline.fill() if is_ready else None
+            yield self.staging if is_locked else None
         finally:
-            self._lock.release()
+            if is_locked:
+                self.unlock_staging()
+
+    def lock_staging(self, blocking: bool = False) -> bool:
+        """Take the writer's lock and return True; return False if another thread has it (unless ``blocking``).
+
+        A caller that got it may look at `staging` until it calls `unlock_staging`.
+        """
+        return self._lifecycle.try_lock(blocking, self._pipeline.is_ticking)
+
+    def unlock_staging(self) -> None:
+        """Release the lock that `lock_staging` took."""
+        self._lock.release()
+
+    @property
+    def staging(self) -> Staging | None:
+        """The staged steps, for callers that hold the lock; None before the first append and once it is closed."""
+        if self._validator.known is None or self._lifecycle.is_closed:
+            return None
+        return self._pipeline.fill()
+
+    @property
+    def staged_counts(self) -> tuple[Staging | None, int, int]:
+        """The staging, its rows and its episode ends, to see without the lock whether they have changed."""
+        staging = self._pipeline.staging
+        return (None, 0, 0) if staging is None else (staging, staging.n, staging.n_ends)
+
+    def staged_spans(self) -> tuple[CommitRecord | None, CommitBatch | None]:
+        """The newest commit record, and what a commit would add to it now; None if nothing is staged."""
+        with self._lock:
+            staged = None if self._lifecycle.is_closed else self._pipeline.staged_spans()
+            return self.record, staged
 
     @property
     def record(self) -> CommitRecord | None:
@@ -268,10 +159,9 @@ class Writer:
         return record.rows if record is not None else 0
 
     @property
-    def n_bytes_put(self) -> int:
-        """Size of the stream's step and span objects in the storage, as if none had been evicted."""
-        appender = self._pipeline.appender
-        return appender.n_bytes if appender is not None else 0
+    def step_bytes(self) -> StepBytes:
+        """Sizes of the stream's step objects in the storage, as if none had been evicted."""
+        return self._pipeline.step_bytes
 
     @property
     def first_rows(self) -> dict[str, int]:
@@ -302,7 +192,7 @@ class Writer:
             ValueError: A mark would move back.
             DataError: A value is malformed, or names rows or streams that it must not.
         """
-        with self._lifecycle.briefly(), self._call(raises_pending=False):
+        with self._lifecycle.briefly(), self._lifecycle.own_lock(), self._silent_call:
             pipeline = self._pipeline
             row = check_first_row(self.stream, pipeline.first_row, first_row, self.committed_rows)
             pipeline.set_view(row, advance_view(self.stream, pipeline.view, first_rows, discarded, dead))
@@ -319,7 +209,7 @@ class Writer:
         Raises:
             DataError: The store has no schema yet, so no record can be written.
         """
-        with self._lifecycle.briefly(), self._call(raises_pending=False):
+        with self._lifecycle.briefly(), self._lifecycle.own_lock(), self._silent_call:
             if self._validator.known is None:
                 raise DataError("publish_view: the store has no schema yet; declare one, or append first")
             return self._pipeline.publish_view()
@@ -342,7 +232,7 @@ class Writer:
         """
         if not callable(done):
             raise TypeError(f"done: expected a function that takes the record, got {done!r:.80}")
-        with self._call(raises_pending=False):
+        with self._lifecycle.own_lock(), self._silent_call:
             return self._pipeline.hand_off(done)
 
     def wait(self, ticket: int) -> None:
@@ -371,13 +261,17 @@ class Writer:
             rows: The rows to change, if not all; this writer must have put the whole column before.
         """
         value_field = check_column_values(name, target, values, first)
-        with self._call():
+        with self._lifecycle.own_lock(), self._call:
             change = self._derived_columns.change(name, target, value_field, values, first, rows)
             self._pipeline.put_column(change)
 
+    def reserve_name(self, name: str) -> None:
+        """Refuse a field of this name, if the fields are not known yet."""
+        self._open.validator.reserve(name)
+
     def commit(self) -> None:
         """Make everything appended so far durable and visible; returns when it is."""
-        with self._call():
+        with self._lifecycle.own_lock(), self._call:
             ticket = self._pipeline.hand_off()
         self._pipeline.wait(ticket)  # without the lock, so that other threads can append
 
@@ -395,36 +289,22 @@ class Writer:
 
         If it fails, it may be called again; until it succeeds, steps that are not durable stay in memory.
         """
-        with self._last_call() as is_open:
-            if not is_open:
-                return
-            if not self._lifecycle.is_ending:  # else an earlier close or an interrupt: add nothing more
-                self._lifecycle.is_ending = True
-                if n_cut := self._stager.cut_open_episodes():
-                    _log.info("stream %s: %d open episodes are kept as cut", self.stream, n_cut)
-            self._seal()
+        self._open.close()
 
     def discard(self) -> None:
         """Drop the steps that no commit has taken yet, and seal the stream.
 
         Steps that a commit took, by call or in the background, stay.
         """
-        with self._last_call() as is_open:
-            if is_open:
-                self._lifecycle.is_ending = True
-                self._stager.drop()
-                self._seal()
-
-    def _seal(self) -> None:
-        self._pipeline.wait(self._pipeline.hand_off())
-        self._pipeline.seal()
-        self.release()
-        self._pipeline.raise_callback_failure()
+        self._open.discard()
 
     def release(self) -> None:
         """End the commit thread. Steps that are not durable are lost, and the stream stays unsealed."""
-        self._lifecycle.is_closed = True
-        self._pipeline.stop()
+        self._open.release()
+
+    def leave_to_owner(self) -> None:
+        """Let the caller close the writer: it is no longer closed when it is dropped, or when the process ends."""
+        self._open.leave_to_owner()
 
     def __enter__(self) -> Writer:
         return self
@@ -433,13 +313,27 @@ class Writer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close() if error is None else self.discard()
+            if error is None:
+                self.close()
+            else:
+                n_before = self._stager.counts["dropped_steps"]
+                self.discard()
+                self._warn_of_dropped(self._stager.counts["dropped_steps"] - n_before)
         except Exception as failure:
             self.release()
             if error is None:
                 raise
             # The block's own exception matters more; this one travels with it.
             error.add_note(f"trajstore: the writer could not finish its last commit either: {failure}")
+
+    def _warn_of_dropped(self, n_dropped: int) -> None:
+        if n_dropped:
+            _log.warning(
+                "stream %s: an exception left the block of the writer, so %d steps that no commit had taken were"
+                " dropped; to keep such steps, call commit() or close()",
+                self.stream,
+                n_dropped,
+            )
 
     def stats(self) -> dict[str, int]:
         """Counts of steps, episodes and commits: appended, dropped, staged and committed."""
@@ -449,52 +343,3 @@ class Writer:
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else "open"
         return f"<Writer {self.stream} of {self._storage.display}, {state}>"
-
-    @contextlib.contextmanager
-    def _call(self, *, raises_pending: bool = True) -> Iterator[None]:
-        """Take the lock, raise a pending failure, and undo a schema inferred from data that is then refused."""
-        self._lifecycle.check_process()
-        with self._lock:
-            self._lifecycle.check_open()
-            if raises_pending:  # helper threads leave the failure to the writer's user
-                self._pipeline.raise_pending()
-            try:
-                with self._validator.attempt():
-                    yield
-            except (TrajstoreError, ValueError, TypeError, LookupError, OSError):
-                raise  # refused or failed before anything was changed
-            except BaseException:
-                # Ctrl-C may have come in the middle of a change, so staged steps may be torn.
-                self._lifecycle.is_ending = True
-                self._stager.drop()
-                raise
-            finally:
-                if self._validator.known is None:
-                    self._pipeline.reset()
-
-    @contextlib.contextmanager
-    def _last_call(self) -> Iterator[bool]:
-        self._lifecycle.check_process()
-        with self._lock:
-            yield not self._lifecycle.is_closed
-
-    def _settle(self) -> Schema:
-        self._open_episodes.mark_placed()
-        return self._validator.settle()
-
-    def _make_appender(self, schema: Schema) -> StreamAppender:
-        options = self._options
-        record = CommitRecord(
-            self.stream,
-            self._name,
-            schema,
-            stream_layouts(schema, options.commit_steps),
-            created_at=self._created_at,
-            committed_at=self._created_at,
-            rank=options.rank,
-            world_size=options.world_size,
-            world=options.world,
-            checkpoint=options.checkpoint,
-            view=self._pipeline.view,
-        )
-        return StreamAppender(self._storage, record, self._settle_schema)

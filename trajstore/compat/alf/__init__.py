@@ -2,6 +2,11 @@
 
 buffer                  the `ReplayBuffer` that ALF's algorithms call
 batch_info              what `get_batch` returns beside the batch
+step_queries            its methods that find steps
+process_link            adds experience from other processes
+process_messages        the bytes that those processes send
+episodic_returns        the return of each step, once it is known
+default_device          torch's default device, which ALF sets
 options                 the keyword options of `ReplayBuffer.resume`
 step_reader             reads windows and fields of steps, and gives them the nesting of the experience
 window_draws            chooses which windows come next
@@ -13,7 +18,7 @@ stored_steps            the steps of a store as arrays
 replay_internals        operations on `trajstore.ReplayBuffer` that it has no public method for
 step_schema             the schema of ALF's steps, and checks of batches
 nested_tensors          ALF's nests as leaves by path, and back
-integer_table           a growing table of integers
+ring_table              a growing table of integers
 """
 
 from trajstore.compat.alf.batch_info import BatchInfo
@@ -21,3 +26,7 @@ from trajstore.compat.alf.buffer import ReplayBuffer
 from trajstore.compat.alf.step_schema import StepType
 
 __all__ = ["BatchInfo", "ReplayBuffer", "StepType"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -15,7 +15,7 @@ class BatchInfo(NamedTuple):
         importance_weights: With priorities, ``[B]``: the priority of each window divided by the mean of all
             priorities that are not 0.
         replay_buffer: The buffer that the windows come from.
-        discounted_return: Always ``()``: returns are columns of `ReplayBuffer.memory`.
+        discounted_return: With ``record_episodic_return``, ``[B]``: the return of each window's first step.
         valid: From `gather_all`, ``[B, T]``: whether the step exists.
     """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Unpack
@@ -13,11 +12,15 @@ import torch
 
 from trajstore.arguments import check_positive
 from trajstore.compat.alf.batch_info import BatchInfo
+from trajstore.compat.alf.default_device import plain_torch, to_default_device
 from trajstore.compat.alf.environment_rings import EnvironmentRings
+from trajstore.compat.alf.episodic_returns import EpisodicReturns, ReturnOptions, return_fields
 from trajstore.compat.alf.nested_tensors import leaves_by_path, nest_of_paths, shallowest_path
 from trajstore.compat.alf.options import ResumeOptionsDict
+from trajstore.compat.alf.process_link import OwnerLock, ProcessLink, RemoteReplayBuffer
 from trajstore.compat.alf.replay_internals import evict_dropped_steps, set_initial_priority
 from trajstore.compat.alf.ring_recovery import recover_rings
+from trajstore.compat.alf.step_queries import StepQueries
 from trajstore.compat.alf.step_reader import StepReader, to_tensors
 from trajstore.compat.alf.step_schema import (
     POSITION,
@@ -28,9 +31,8 @@ from trajstore.compat.alf.step_schema import (
     schema_of_step,
 )
 from trajstore.compat.alf.window_draws import DrawOptions, WindowDraws
-from trajstore.compat.exit_flush import cancel_finish_at_exit, finish_at_exit
 from trajstore.compat.options import ReplayOptionsDict, check_options
-from trajstore.compat.private_store import free_private_store, private_url
+from trajstore.compat.private_store import free_private_store, free_with_buffer, private_url
 from trajstore.distributed.partitions import Policy
 from trajstore.errors import DataError, NotReadyError, StoreNotFoundError
 from trajstore.replay.buffer import ReplayBuffer as Buffer
@@ -54,7 +56,7 @@ _OPEN_LATER: Any = object()  # as data_spec: `resume` opens the buffer itself
 _RAW_PRIORITIES = Priorities(alpha=1.0, eps=0.0)  # the buffer only stores them; windows are drawn by `WindowDraws`
 
 
-class ReplayBuffer:
+class ReplayBuffer(StepQueries):
     """A ring of steps per environment, from which windows are drawn; safe to use from several threads.
 
     Experience is a nest (dicts, named tuples, dataclasses) of tensors ``[B, ...]`` that contains a ``step_type``.
@@ -73,8 +75,17 @@ class ReplayBuffer:
         recent_data_ratio: The part of a batch that is drawn from recent windows.
         with_replacement: Draw windows independently. Otherwise they are spread evenly, and none comes twice unless
             there are too few.
-        device: The device of batches and of the cache of decoded steps.
+        device: The device of the cache of decoded steps, and of batches unless torch has another default device
+            than the CPU.
+        allow_multiprocess: Processes that get this buffer from this one, by fork or as an argument, may call
+            `add_batch`; the steps are added here.
         keep_episodic_info: Accepted and ignored: it is always kept.
+        record_episodic_return: Batches come with the discounted return of each window's first step, as
+            ``discounted_return`` of the info. It is known once a step with discount 0 follows in the episode.
+        default_return: The return of steps whose return is not known.
+        gamma: The discount per step of returns.
+        reward_clip: The smallest and the largest reward that count for returns; None: all rewards as they are.
+        enable_checkpoint: Must be False: ALF's checkpoints do not contain this buffer; call `save_checkpoint`.
         url: A directory or object store for the steps; by default they are kept compressed in RAM. An existing
             store is opened and continued with all its steps. `resume` continues from a checkpoint instead.
         seed: Seed of the draws.
@@ -97,7 +108,13 @@ class ReplayBuffer:
         recent_data_ratio: float = 0.0,
         with_replacement: bool = False,
         device: str | torch.device = "cpu",
+        allow_multiprocess: bool = False,
         keep_episodic_info: bool | None = None,
+        record_episodic_return: bool = False,
+        default_return: float = -1000.0,
+        gamma: float = 0.99,
+        reward_clip: tuple[float, float] | None = None,
+        enable_checkpoint: bool = False,
         *,
         url: str | os.PathLike[str] | None = None,
         seed: int = 0,
@@ -106,9 +123,18 @@ class ReplayBuffer:
         check_options(type(self).__init__, options, _OWN_OPTIONS)
         for name, value in (("num_environments", num_environments), ("max_length", max_length)):
             check_positive(name, value)
+        if enable_checkpoint:
+            raise ValueError(
+                "enable_checkpoint: expected False, got True; ALF's checkpoints do not contain this buffer. Give a"
+                " url and call save_checkpoint, and ReplayBuffer.resume to continue"
+            )
         recent = recent_data_steps, recent_data_ratio
         self._draw_options = DrawOptions(num_earliest_frames_ignored, *recent, with_replacement, initial_priority)
-        self._lock = threading.RLock()
+        return_options = ReturnOptions(default_return, gamma, reward_clip)
+        self._return_options = return_options if record_episodic_return else None
+        self._returns: EpisodicReturns | None = None
+        self._name = str(options.get("name", "ReplayBuffer"))  # ALF's data transformers read it for summaries
+        self._lock = OwnerLock()
         self._is_private = url is None
         self._url = private_url("alf") if url is None else os.fspath(url)
         self._own_options: dict[str, Any] = {
@@ -123,11 +149,15 @@ class ReplayBuffer:
         self._buffer: Buffer | None = None
         self._draws: WindowDraws | None = None
         self._reader: StepReader | None = None
-        if data_spec is None:
-            self._open_existing()
-        elif data_spec is not _OPEN_LATER:
-            self._open(schema_of_step(leaves_by_path(data_spec), n_leading_axes=0))
-            self._steps.form = nest_of_paths(data_spec)
+        self._link: ProcessLink | None = None
+        with plain_torch():
+            if data_spec is None:
+                self._open_existing()
+            elif data_spec is not _OPEN_LATER:
+                self._open(schema_of_step(leaves_by_path(data_spec), n_leading_axes=0))
+                self._steps.form = nest_of_paths(data_spec)
+        if allow_multiprocess and data_spec is not _OPEN_LATER:
+            self._link = ProcessLink(self.add_batch)
 
     @classmethod
     def resume(
@@ -167,16 +197,20 @@ class ReplayBuffer:
         buffer = cls(_OPEN_LATER, num_environments, max_length, url=url, **options)
         passed_options, store = with_ranks(buffer._passed_options), buffer._open_store()
         check_field_names(store.schema or ())
+        buffer._find_return_fields(store.schema)
         if store.schema is not None and data_spec is not None:
             check_same_fields(schema_of_step(leaves_by_path(data_spec), n_leading_axes=0), store.schema)
         found = checkpoints.find(store.snapshot.storage, checkpoint)
         is_redistributed = policy is not None or (found.n_ranks or 1) != (passed_options["world_size"] or 1)
         n_envs = num_environments if is_redistributed else None
         how: dict[str, Any] = {"policy": policy, "incomplete": incomplete, "n_envs": n_envs}
-        memory = Buffer.resume(url, found.id, **how, **buffer._own_options, **passed_options)
+        form = None if data_spec is None else nest_of_paths(data_spec)
         treatments = (incomplete,) if isinstance(incomplete, str) else incomplete.values()
-        buffer._attach(memory, redistributed=is_redistributed or "drop" in treatments)
-        buffer._steps.form = None if data_spec is None else nest_of_paths(data_spec)
+        with plain_torch():
+            memory = Buffer.resume(url, found.id, **how, **buffer._own_options, **passed_options)
+            buffer._attach(memory, form, redistributed=is_redistributed or "drop" in treatments)
+        if options.get("allow_multiprocess", False):
+            buffer._link = ProcessLink(buffer.add_batch)
         return buffer
 
     def _open_store(self) -> Store:
@@ -193,11 +227,16 @@ class ReplayBuffer:
             check_field_names(schema)
             self._open(schema)
 
+    def _find_return_fields(self, schema: Schema | None) -> None:
+        if self._return_options is not None and schema is not None:
+            self._return_fields = return_fields(schema)
+
     def _open(self, schema: Schema) -> None:
+        self._find_return_fields(schema)
         options = {**self._own_options, **self._passed_options}
         self._attach(Buffer(self._url, schema=schema, seed=self._seed, **options))
 
-    def _attach(self, buffer: Buffer, *, redistributed: bool = False) -> None:
+    def _attach(self, buffer: Buffer, form: Any = None, *, redistributed: bool = False) -> None:
         """Use a buffer and the steps that it holds; closes the buffer if that fails."""
         assert buffer.schema is not None
         self._step_type = str(shallowest_path(buffer.schema, "step_type"))
@@ -213,9 +252,13 @@ class ReplayBuffer:
             buffer.close()
             raise
         self._reader = StepReader(buffer, self._rings, self.device)
+        self._reader.form = form
+        if self._return_options is not None:
+            self._returns = EpisodicReturns(self._rings, self._return_options)
+            self._returns.recover(self._reader, self._return_fields)
         self._buffer = buffer
-        if not self._is_private:
-            finish_at_exit(self, ReplayBuffer.flush)
+        if self._is_private:
+            free_with_buffer(buffer, self._url)
 
     # ---- adding
 
@@ -229,12 +272,6 @@ class ReplayBuffer:
         if self._buffer is None:
             raise NotReadyError("the buffer is empty: add experience first, or give a data_spec")
         return self._buffer
-
-    @property
-    def _steps(self) -> StepReader:
-        if self._reader is None:
-            raise NotReadyError("the buffer is empty: add experience first, or give a data_spec")
-        return self._reader
 
     def add_batch(self, batch: Any, env_ids: Any = None, blocking: bool = False) -> None:
         """Add one step to each of some environments.
@@ -254,6 +291,9 @@ class ReplayBuffer:
             raise ValueError(
                 "blocking: expected False, got True; full rings drop their oldest steps, so no call waits"
             )
+        if self._link is not None and self._link.is_remote:
+            self._link.add_batch(batch, env_ids)
+            return
         with self._lock:
             env, step = self._checked_envs(env_ids), leaves_by_path(batch)
             if self._buffer is None:
@@ -269,8 +309,12 @@ class ReplayBuffer:
             is_all = np.array_equal(env, np.arange(len(rings)))
             envs = range(len(rings)) if is_all else env  # `append` checks an equal range only once
             truncated = is_last & ~terminated
-            added: Any = self.memory.append(nest(step), envs=envs, terminated=terminated, truncated=truncated)
+            added: Any = self.memory.append(
+                nest(step), envs=envs, terminated=terminated, truncated=truncated, autoreset="disabled"
+            )
             rings.add(env, self._stream, (added.episode, added.t), is_first, is_last)
+            if self._returns is not None:
+                self._returns.add(env, *(step[path] for path in self._return_fields))
             if self._steps.form is None:
                 self._steps.form = nest_of_paths(batch)
 
@@ -308,6 +352,44 @@ class ReplayBuffer:
                     self._draws.prioritised.discard_trees()
                 self._evict_dropped()
 
+    def dequeue(self, env_ids: Any = None, n: int = 1, blocking: bool = False) -> Any:
+        """Remove the oldest steps of some environments, and return them.
+
+        A checkpoint does not have them. A store that is opened without a checkpoint may still have them.
+
+        Args:
+            env_ids: The environments, ``[B]``, each at most once; None: all of them.
+            n: Steps of each environment.
+            blocking: Must be False: a call that finds too few steps raises `NotReadyError`.
+
+        Returns:
+            A nest of tensors ``[B, n, ...]``, oldest first.
+
+        Raises:
+            NotReadyError: An environment has fewer steps; nothing was removed.
+        """
+        check_positive("n", n)
+        if n > self.max_length:
+            raise ValueError(
+                f"n: expected up to {self.max_length} steps, got {n}; call more often, or set max_length"
+            )
+        if blocking:
+            raise ValueError("blocking: expected False, got True; catch NotReadyError and call again to wait")
+        with self._lock:
+            env, rings = self._checked_envs(env_ids), self._rings
+            fewest = int(env[rings.sizes[env].argmin()])
+            if rings.sizes[fewest] < n:
+                raise NotReadyError(
+                    f"dequeue: expected {n} steps in each environment, env {fewest} has {rings.sizes[fewest]}; add"
+                    " experience first"
+                )
+            position = rings.first[env][:, None] + np.arange(n)
+            batch = self._steps.nested(self._steps.values(np.repeat(env[:, None], n, 1), position))
+            rings.drop_oldest(env, n)
+            if self._draws is not None and self._draws.prioritised is not None:
+                self._draws.prioritised.discard_trees()
+        return to_default_device(batch)
+
     # ---- drawing
 
     def get_batch(
@@ -338,7 +420,12 @@ class ReplayBuffer:
             values = self._steps.windows(drawn.env, drawn.position, batch_length, relabel)
             env_ids, positions = to_tensors(self.device, drawn.env, drawn.position)
             weight = () if drawn.weight is None else drawn.weight
-            return self._steps.nested(values), BatchInfo(env_ids, positions, weight, self)
+            returns: Any = ()
+            if self._returns is not None:
+                returns = to_tensors(self.device, self._returns.at(drawn.env, drawn.position))[0]
+            batch = self._steps.nested(values)
+        env_ids, positions, weight, returns = to_default_device((env_ids, positions, weight, returns))
+        return to_default_device(batch), BatchInfo(env_ids, positions, weight, self, returns)
 
     def update_priority(self, env_ids: Any, positions: Any, priorities: torch.Tensor) -> None:
         """Set the priorities of windows by their first steps; steps that were dropped are ignored.
@@ -364,102 +451,6 @@ class ReplayBuffer:
             self._draw_options.initial_priority if prioritised is None else prioritised.initial_priority
         )
 
-    # ---- finding steps
-
-    def steps_to_episode_end(self, pos: Any, env_ids: Any) -> torch.Tensor:
-        """Return how many steps of the same episode follow each step, as far as it has been recorded."""
-        with self._lock:
-            env, position = self._checked_steps(env_ids, pos)
-            return to_tensors(self.device, self._rings.episode_ends(env, position) - position)[0]
-
-    def get_episode_begin_position(self, pos: Any, env_ids: Any) -> torch.Tensor:
-        """Return the positions at which the episodes of steps began; those first steps may be dropped."""
-        with self._lock:
-            env, position = self._checked_steps(env_ids, pos)
-            return to_tensors(self.device, self._rings.episode_begins(env, position))[0]
-
-    def get_earliest_position(self, env_ids: Any) -> torch.Tensor:
-        """Return the position of the oldest step of each of some environments."""
-        with self._lock:
-            return to_tensors(self.device, self._rings.first[torch.as_tensor(env_ids).cpu().numpy()])[0]
-
-    def get_current_position(self) -> torch.Tensor:
-        """Return the position of each environment's next step."""
-        with self._lock:
-            return to_tensors(self.device, self._rings.stop.copy())[0]
-
-    def get_field(self, field_name: Any, env_ids: Any, positions: Any) -> Any:
-        """Return fields of steps, by a name with dots (``"observation.achieved_goal"``) or a nest of such names.
-
-        Raises:
-            IndexError: A step is not in the buffer.
-            KeyError: A field does not exist.
-        """
-        with self._lock:
-            env, position = self._checked_steps(env_ids, positions)
-            return self._steps.named_fields(field_name, env, position)
-
-    def gather_all(self, ignore_earliest_frames: bool = False) -> tuple[Any, BatchInfo]:
-        """Return all steps, oldest first: ``[num_environments, T, ...]``; T is the size of the fullest environment.
-
-        Environments with fewer steps are padded with zeros; ``valid`` of the info says which steps exist.
-        """
-        with self._lock:
-            low = self._rings.first + (self._draw_options.n_ignored if ignore_earliest_frames else 0)
-            position = low[:, None] + np.arange(max(0, int((self._rings.stop - low).max())))
-            env = np.repeat(np.arange(len(low))[:, None], position.shape[1], 1)
-            valid = self._rings.has(env, position)
-            if not valid.any():
-                raise NotReadyError("the buffer is empty: add experience first")
-            values = self._steps.values(env[valid], position[valid])
-            env_ids, positions, mask = to_tensors(self.device, np.arange(len(low)), low, valid)
-            whole = {path: value.new_zeros((*mask.shape, *value.shape[1:])) for path, value in values.items()}
-            for path, value in values.items():
-                whole[path][mask] = value
-            return self._steps.nested(whole), BatchInfo(env_ids, positions, replay_buffer=self, valid=mask)
-
-    @property
-    def total_size(self) -> torch.Tensor:
-        """The number of steps of all environments together."""
-        with self._lock:
-            return torch.tensor(int(self._rings.sizes.sum()))
-
-    @property
-    def current_size(self) -> torch.Tensor:
-        """The number of steps of each environment."""
-        with self._lock:
-            return to_tensors(self.device, self._rings.sizes)[0]
-
-    @property
-    def num_environments(self) -> int:
-        return len(self._rings)
-
-    @property
-    def max_length(self) -> int:
-        """Steps to keep per environment; after resuming with fewer ranks it may be larger than requested."""
-        return self._rings.length
-
-    @property
-    def device(self) -> str:
-        return str(self._own_options["device"])
-
-    def _checked_steps(self, env_ids: Any, positions: Any, *, must_exist: bool = True) -> tuple[Array, Array]:
-        """Return environments and positions as arrays of one shape.
-
-        Raises:
-            IndexError: An environment does not exist or, with ``must_exist``, a step does not.
-        """
-        env, position = np.broadcast_arrays(*(np.asarray(torch.as_tensor(a).cpu()) for a in (env_ids, positions)))
-        env, position = env.astype(np.int64), position.astype(np.int64)
-        is_env = (env >= 0) & (env < len(self._rings))
-        exists = is_env if not must_exist else is_env & self._rings.has(np.where(is_env, env, 0), position)
-        if not exists.all():
-            bad = int(np.flatnonzero(~exists)[0])
-            number, at = int(env.flat[bad]), int(position.flat[bad])
-            held = f"{self._rings.first[number]} to {self._rings.stop[number] - 1}" if is_env.flat[bad] else "none"
-            raise IndexError(f"env {number}, position {at}: no such step; that environment has {held}")
-        return env, position
-
     # ---- durability
 
     def save_checkpoint(self, name: str = "checkpoint", *, wait: bool = False, keep_last: int | None = None) -> str:
@@ -475,12 +466,21 @@ class ReplayBuffer:
 
     def close(self) -> None:
         """Release memory and threads; data at a URL stays there."""
+        if self._link is not None:
+            self._link.close()
         if self._buffer is not None:
             self._buffer.close()
         self._free()
 
+    def __reduce__(self) -> tuple[type[RemoteReplayBuffer], tuple[str, bytes]]:
+        if self._link is None:
+            raise TypeError(
+                "a replay buffer cannot be sent to another process; create it with allow_multiprocess=True to add"
+                " experience there"
+            )
+        return RemoteReplayBuffer, (self._link.address, self._link.key)
+
     def _free(self) -> None:
-        cancel_finish_at_exit(self)
         if self._is_private:
             free_private_store(self._url)
 
@@ -490,6 +490,8 @@ class ReplayBuffer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._link is not None:
+            self._link.close()
         try:
             if self._buffer is not None:
                 self._buffer.__exit__(kind, error, trace)

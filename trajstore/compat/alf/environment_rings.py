@@ -89,6 +89,11 @@ class EnvironmentRings:
         self.n_dropped += int(self.sizes[env].sum())
         self.first[env] = self.stop[env]
 
+    def drop_oldest(self, env: Array, n: int) -> None:
+        """Drop the ``n`` oldest steps of each of some environments, which hold at least that many."""
+        self.n_dropped += n * len(env)
+        self.first[env] += n
+
     # ---- finding steps
 
     def has(self, env: Array, position: Array) -> Array:

@@ -44,16 +44,21 @@ def nest_of_paths(nest: Any) -> Any:
 
 
 def part_at(nest: Any, path: str) -> Any:
-    """Return the leaf or nest at a path.
+    """Return the leaf or nest at a path; the empty path is the whole nest.
+
+    A name may also be a property of a named tuple or dataclass: ALF's experience has the fields of its time step.
 
     Raises:
         KeyError: The nest has no such path.
     """
-    for name in path.split("/"):
+    for name in path.split("/") if path else ():
         parts = _parts(nest) or {}
-        if name not in parts:
+        if name in parts:
+            nest = parts[name]
+        elif isinstance(getattr(type(nest), name, None), property):
+            nest = getattr(nest, name)
+        else:
             raise KeyError(f"no field {path!r}; the fields at this level are {', '.join(parts) or 'none'}")
-        nest = parts[name]
     return nest
 
 

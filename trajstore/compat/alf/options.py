@@ -17,5 +17,11 @@ class ResumeOptionsDict(ReplayOptionsDict, total=False):
     recent_data_ratio: float
     with_replacement: bool
     device: str | torch.device
+    allow_multiprocess: bool
     keep_episodic_info: bool | None
+    record_episodic_return: bool
+    default_return: float
+    gamma: float
+    reward_clip: tuple[float, float] | None
+    enable_checkpoint: bool
     seed: int

@@ -61,7 +61,7 @@ def _read_steps(buffer: ReplayBuffer, step_type: str) -> StoredSteps:
     counter = numbers.counter
     for batch in buffer.epoch(_BATCH_STEPS, windows, shuffle=False):
         types, recorded = flatten(batch)[step_type], batch[POSITION]
-        moved = batch.get(MOVED_POSITION, recorded)
+        moved = batch[MOVED_POSITION if MOVED_POSITION in batch else POSITION]
         position = torch.where(moved < 0, recorded, moved)
         is_end = types == StepType.FIRST, types == StepType.LAST
         env, handles = batch["provenance"]["env"], batch["index"].unbind(1)

@@ -8,8 +8,7 @@ from typing import Any
 
 from trajstore.compat.alf.nested_tensors import shallowest_path
 from trajstore.errors import DataError
-from trajstore.sampling.batches.batch_plan import RESERVED
-from trajstore.schema import Array, Field, Schema, as_array, check_paths, check_value, nest
+from trajstore.schema import RESERVED, Array, Field, Schema, as_array, check_paths, check_value, nest
 
 POSITION = "row_position"  # the field that stores the position a step was recorded at
 MOVED_POSITION = "row_position_now"  # the column that stores the position of a step moved by a redistribution

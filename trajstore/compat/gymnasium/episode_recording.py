@@ -132,6 +132,8 @@ class EpisodeRecording:
         is_all = bool(step.is_step.all())
         where: Any = slice(None) if is_all else step.is_step
         options: dict[str, Any] = {"envs": self._envs if is_all else np.array(self._envs)[where]}
+        if hasattr(self._writer, "cut_episodes"):  # a Writer or a ReplayBuffer, which looks for steps of a reset
+            options["autoreset"] = "disabled"  # they are left out here
         if self._metadata is None and ended.any():
             options |= {"terminated": step.terminated[where], "truncated": step.truncated[where]}
         # If the first data defines the schema, it must say which fields have a final value before one is needed.

@@ -31,7 +31,7 @@ try:
     from trajstore.compat.gymnasium.recorded_fields import AnyEnv, FieldOptions, recorded_fields
 except ImportError as error:
     raise MissingExtraError(
-        "trajstore.compat.gymnasium needs gymnasium 1.1 or newer: pip install 'trajstore[gymnasium]'"
+        "trajstore.compat.gymnasium needs gymnasium 1.1 or newer: pip install 'gymnasium>=1.1'"
     ) from error
 
 __all__ = ["FieldOptions", "Recorder", "VectorRecorder", "schema_of"]

@@ -54,3 +54,7 @@ __all__ = [
     "replay_buffer_collate_fn",
     "split",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

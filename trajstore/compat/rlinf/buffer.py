@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
@@ -11,13 +12,18 @@ from typing import Any, Unpack
 import torch
 
 from trajstore.arguments import check_positive
-from trajstore.compat.exit_flush import cancel_finish_at_exit, finish_at_exit
 from trajstore.compat.options import check_options
-from trajstore.compat.private_store import free_private_store, private_url
-from trajstore.compat.rlinf.checkpoint_source import DRAW_STATE, DirectoryCheckpoint, open_checkpoint
-from trajstore.compat.rlinf.directory_index import is_rlinf_directory, share_of
-from trajstore.compat.rlinf.directory_writer import DirectoryWriter
-from trajstore.compat.rlinf.options import BufferOptionsDict, take_former_names
+from trajstore.compat.private_store import free_private_store, free_with_buffer, private_url
+from trajstore.compat.rlinf.checkpoint_layouts import Layout, checked_layout
+from trajstore.compat.rlinf.checkpoint_methods import CheckpointMethods
+from trajstore.compat.rlinf.checkpoint_reference import FILE as REFERENCE_FILE
+from trajstore.compat.rlinf.directory_index import is_rlinf_directory
+from trajstore.compat.rlinf.options import (
+    BufferOptionsDict,
+    checked_format,
+    default_buffer_bytes,
+    take_former_names,
+)
 from trajstore.compat.rlinf.stored_trajectories import StoredTrajectories, ledger_of
 from trajstore.compat.rlinf.trajectory import Trajectory, check_consistent
 from trajstore.compat.rlinf.trajectory_appender import append_trajectory, encode_all
@@ -28,7 +34,6 @@ from trajstore.errors import ClosedError, DataError, NotReadyError, StoreNotFoun
 from trajstore.replay.buffer import ReplayBuffer as Buffer
 from trajstore.sampling.rng import rank_seed
 from trajstore.schema import Schema
-from trajstore.store.copying import copy
 from trajstore.store.store import open as open_store
 
 _OWN_OPTIONS = {
@@ -39,7 +44,7 @@ _OWN_OPTIONS = {
 Path = str | os.PathLike[str]
 
 
-class TrajectoryReplayBuffer:
+class TrajectoryReplayBuffer(CheckpointMethods):
     """Keeps trajectories, and samples transitions of the newest of them uniformly, with replacement.
 
     Safe to use from several threads. With ``auto_save``, every `add_trajectories` starts a background commit unless
@@ -53,8 +58,9 @@ class TrajectoryReplayBuffer:
         sample_window_size: Sample from this many of the newest trajectories; 0: from all.
         auto_save: Keep every trajectory at ``auto_save_path``. Otherwise only those of the window are kept, in RAM.
         auto_save_path: A directory, or the URL of an object store.
-        trajectory_format: Format of checkpoints: ``pt``, files that RLinf can load, or ``zarr``, a copy of the
-            store.
+        trajectory_format: Format of the files that the checkpoint layout ``"rlinf"`` writes: ``pt``.
+        checkpoint_layout: What `save_checkpoint` writes; see there. By default ``"reference"`` with ``auto_save``,
+            and ``"copy"`` without.
         device: Device of the batches.
         options: Further options of `trajstore.ReplayBuffer`: ``cache_bytes``, ``buffer_bytes``, ``commit_seconds``,
             ...; and RLinf's former names ``storage_dir``, ``storage_format`` and ``save_trajectories``.
@@ -70,6 +76,7 @@ class TrajectoryReplayBuffer:
         auto_save_path: Path = "",
         trajectory_format: str = "pt",
         *,
+        checkpoint_layout: Layout | None = None,
         device: torch.device | str = "cpu",
         **options: Unpack[BufferOptionsDict],
     ) -> None:
@@ -91,7 +98,8 @@ class TrajectoryReplayBuffer:
             raise ValueError(f"sample_window_size: expected 0 or a positive integer, got {sample_window_size!r}")
         self.seed = int.from_bytes(os.urandom(7)) if seed is None else seed
         self.sample_window_size, self.auto_save = sample_window_size, bool(saving["auto_save"])
-        self.trajectory_format = _checked_format(saving["trajectory_format"])
+        self.trajectory_format = checked_format(saving["trajectory_format"])
+        self.checkpoint_layout = checked_layout(checkpoint_layout, self.auto_save)
         self.device = torch.device(device)
         self._url = os.fspath(saving["auto_save_path"]) if self.auto_save else private_url("rlinf")
         self._options: dict[str, Any] = {"grace_s": 10.0 if self.auto_save else 0.0, **passed_options}
@@ -104,7 +112,6 @@ class TrajectoryReplayBuffer:
         self._saved_draws: dict[str, int] = {}  # state of the draws from before `clear`
         if self.auto_save:
             self._open_existing()
-            finish_at_exit(self, TrajectoryReplayBuffer.flush)
 
     def _open_existing(self) -> None:
         """Continue with the trajectories of an existing store, and evict incomplete ones."""
@@ -112,6 +119,11 @@ class TrajectoryReplayBuffer:
             raise DataError(
                 f"auto_save_path: {self._url} holds RLinf's own files; load them with load_checkpoint() into a "
                 "buffer with another auto_save_path"
+            )
+        if "://" not in self._url and (pathlib.Path(self._url) / REFERENCE_FILE).exists():
+            raise DataError(
+                f"auto_save_path: {self._url} holds a checkpoint; load it with load_checkpoint() into a buffer "
+                "with another auto_save_path"
             )
         try:
             store = open_store(self._url, storage_options=self._storage_options)
@@ -127,17 +139,21 @@ class TrajectoryReplayBuffer:
     def _open(self, schema: Schema) -> Buffer:
         self._check_open()
         if self._memory is None:
-            # As with RLinf, every rank has its own store: no rank waits for others.
             self._memory = Buffer(
                 self._url,
                 schema=schema,
-                sample=transition_windows(schema),
-                device=str(self.device),
                 seed=self._draw_seed(*_torch_ranks()),
-                **{"rank": 0, "world_size": 1, **self._options},
+                **self._session_options(schema),
             )
+            if not self.auto_save:
+                free_with_buffer(self._memory, self._url)
             self._restore_draws(self._saved_draws)
         return self._memory
+
+    def _session_options(self, schema: Schema) -> dict[str, Any]:
+        # As with RLinf, every rank has its own store: no rank waits for others.
+        fixed = {"sample": transition_windows(schema), "device": str(self.device), "rank": 0, "world_size": 1}
+        return {**fixed, **default_buffer_bytes(schema, self._options), **self._options}
 
     def _draw_seed(self, rank: int, n_ranks: int) -> int:
         seed = rank_seed(self.seed, rank, n_ranks)
@@ -316,112 +332,8 @@ class TrajectoryReplayBuffer:
         with self._lock:
             entry = self._ledger[self._ledger.find(number)]
             self.memory.flush()
+            self.memory.store.refresh()
             return StoredTrajectories(self.memory.store, self.memory, [entry]).load(number)
-
-    # ---- checkpoints
-
-    def save_checkpoint(self, save_path: Path) -> None:
-        """Save every trajectory held, and the state of the draws; trajectories saved there before are kept as is.
-
-        With ``trajectory_format="pt"`` this writes a directory that RLinf can load. With ``"zarr"`` it copies the
-        store to a new place, without the state of the draws; in the same file system, by hard links.
-        """
-        with self._lock:
-            if self.trajectory_format == "zarr":
-                self.memory.flush()
-                copy(
-                    self._url,
-                    save_path,
-                    storage_options=self._storage_options,
-                    target_options=self._storage_options_for(save_path),
-                )
-                return
-            writer = DirectoryWriter(save_path, {"seed": self.seed, DRAW_STATE: self._draw_state()})
-            entries = {entry.id: entry for entry in self._ledger}
-            if entries:
-                self.memory.flush()
-                stored = StoredTrajectories(self.memory.store, self.memory, entries.values())
-                writer.write_all({number: entry.key for number, entry in entries.items()}, stored.load)
-            writer.finish()
-
-    def _draw_state(self) -> dict[str, int]:
-        state = self._memory.reader.state_dict() if self._memory is not None else {}
-        return {name: state[name] for name in ("seed", "counter") if name in state}
-
-    def load_checkpoint(
-        self,
-        load_path: Path,
-        is_distributed: bool = False,
-        local_rank: int = 0,
-        world_size: int = 1,
-        *,
-        trusted: bool = False,
-    ) -> None:
-        """Replace the trajectories held by those of a checkpoint, of RLinf or of this class.
-
-        Args:
-            load_path: The directory.
-            is_distributed: Load only one rank's share: a contiguous block of trajectories; the first ranks have one
-                more.
-            local_rank: The rank.
-            world_size: The number of ranks.
-            trusted: Load pickled trajectories too; see `Directory`.
-
-        Raises:
-            StoreNotFoundError: There is no checkpoint.
-            FormatError: It cannot be read; the buffer is unchanged unless a file after the first one is damaged.
-        """
-        rank, n_ranks = (local_rank, world_size) if is_distributed else (0, 1)
-        share_of((), rank, n_ranks)  # checks the arguments
-        with self._lock:
-            self._check_open()
-            if self._is_own_store(load_path):
-                if n_ranks > 1:
-                    raise DataError(
-                        f"{os.fspath(load_path)}: is this buffer's own store; it already holds all of it"
-                    )
-                return
-            source = open_checkpoint(load_path, trusted, self._storage_options_for(load_path))
-            chosen = share_of(source.numbers, rank, n_ranks)
-            if not self.auto_save and self.sample_window_size:
-                chosen = chosen[-self.sample_window_size :]  # the others would be evicted at once
-            first = self._load_first(source, chosen)
-            self.clear()
-            for number in chosen:
-                self.add_numbered(number, first if number == chosen[0] else source.load(number))
-            if self._memory is not None:
-                own_draws = {"seed": self._draw_seed(rank, n_ranks), "counter": 0}
-                self._restore_draws(own_draws if n_ranks > 1 else source.draw_state)
-
-    @property
-    def _storage_options(self) -> Any:
-        return self._options.get("storage_options")
-
-    def _storage_options_for(self, path: Path) -> Any:
-        """Return the storage options if ``path`` is on the same kind of storage as the buffer."""
-        return self._storage_options if _scheme(os.fspath(path)) == _scheme(self._url) else None
-
-    def _is_own_store(self, path: Path) -> bool:
-        own, other = (text.removeprefix("file://").rstrip("/") for text in (self._url, os.fspath(path)))
-        return own == other or ("://" not in own + other and os.path.realpath(own) == os.path.realpath(other))
-
-    def _load_first(
-        self, source: DirectoryCheckpoint | StoredTrajectories, chosen: Sequence[int]
-    ) -> Trajectory | None:
-        """Load and check the first trajectory, before the buffer is cleared."""
-        if not chosen:
-            return None
-        first = source.load(chosen[0])
-        check_consistent([first])
-        if self.auto_save:
-            self._encode([first])
-        return first
-
-    def _restore_draws(self, state: Any) -> None:
-        """Continue the draws from a saved state; does nothing if the state is missing or incomplete."""
-        reader = self.memory.reader
-        if isinstance(state, dict) and all(type(state.get(name)) is int for name in ("seed", "counter")):
-            reader.load_state_dict({**reader.state_dict(), "seed": state["seed"], "counter": state["counter"]})
 
     # ---- clearing and closing
 
@@ -466,24 +378,11 @@ class TrajectoryReplayBuffer:
         """
         with self._lock:
             self._is_closed = True
-            cancel_finish_at_exit(self)
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None
                 if not self.auto_save:
                     free_private_store(self._url)
-
-
-def _scheme(url: str) -> str:
-    return url.partition("://")[0] if "://" in url else "file"
-
-
-def _checked_format(name: str) -> str:
-    if name == "pkl":
-        raise ValueError("trajectory_format: a pickle can run any code when it is loaded; use 'pt' or 'zarr'")
-    if name not in ("pt", "zarr"):
-        raise ValueError(f"trajectory_format: expected 'pt' or 'zarr', got {name!r}")
-    return name
 
 
 def _torch_ranks() -> tuple[int, int]:

@@ -30,7 +30,7 @@ class ReplayBufferDataset(IterableDataset[Batch]):
         batch_size: Transitions per batch.
         min_replay_buffer_size: Trajectories to wait for.
         min_demo_buffer_size: Trajectories of demonstrations to wait for.
-        other: Accepted for compatibility, and ignored.
+        prefetch_size: Accepted, and ignored: RLinf's workers give it to this class, too.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ReplayBufferDataset(IterableDataset[Batch]):
         batch_size: int,
         min_replay_buffer_size: int,
         min_demo_buffer_size: int,
-        **other: object,
+        prefetch_size: int | None = None,
     ) -> None:
         check_positive("batch_size", batch_size)
         if demo_buffer is not None and batch_size < 2:
@@ -97,7 +97,6 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
         min_replay_buffer_size: Trajectories to wait for.
         min_demo_buffer_size: Trajectories of demonstrations to wait for.
         prefetch_size: Number of batches to prepare in advance.
-        other: Accepted for compatibility, and ignored.
     """
 
     def __init__(
@@ -107,13 +106,9 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
         batch_size: int,
         min_replay_buffer_size: int,
         min_demo_buffer_size: int,
-        *,
         prefetch_size: int = 5,
-        **other: object,
     ) -> None:
-        super().__init__(
-            replay_buffer, demo_buffer, batch_size, min_replay_buffer_size, min_demo_buffer_size, **other
-        )
+        super().__init__(replay_buffer, demo_buffer, batch_size, min_replay_buffer_size, min_demo_buffer_size)
         check_positive("prefetch_size", prefetch_size)
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(prefetch_size)
         self._thread: threading.Thread | None = None

@@ -16,6 +16,8 @@ from trajstore.errors import DataError
 from trajstore.format.handles import EpisodeKey
 from trajstore.replay.buffer import ReplayBuffer
 from trajstore.sampling.reader import Reader
+from trajstore.schema import Schema
+from trajstore.store.checkpoints import find, read_state
 from trajstore.store.store import Store
 from trajstore.store.store import open as open_store
 
@@ -26,33 +28,63 @@ class StoredTrajectories:
     """The trajectories of a store, by number.
 
     Args:
-        store: The store; its newest commits are shown.
+        store: The store, as far as its newest commits or a checkpoint show it.
         reader: Reads steps by handle.
         entries: The trajectories.
+
+    Attributes:
+        draw_state: Seed and counter of the draws; None if the store was not opened at a checkpoint.
     """
 
-    draw_state = None  # unlike a checkpoint in RLinf's files, a store does not save the state of the draws
-
     def __init__(self, store: Store, reader: ReplayBuffer | Reader, entries: Iterable[LedgerEntry]) -> None:
-        self._reader, self._table = reader, store.refresh().episodes
+        self.draw_state: dict[str, Any] | None = None
+        self._reader, self._table = reader, store.episodes
         self._columns = [self._table[name] for name in ("length", "episode", "env")]
         self._entries = {entry.id: entry for entry in entries}
 
     @classmethod
     def open(
-        cls, url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+        cls,
+        url: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        at: str | None = None,
     ) -> StoredTrajectories:
         """Open all trajectories of the store at a URL, read-only.
+
+        Args:
+            url: URL of the store.
+            storage_options: As for `trajstore.open`.
+            at: Id of a checkpoint: open the trajectories that it shows, with the state of its draws.
 
         Raises:
             DataError: The store does not hold RLinf's trajectories.
         """
-        store = open_store(url, storage_options=storage_options)
-        return cls(store, Reader(store), ledger_of(store))
+        store = open_store(url, at=at, storage_options=storage_options)
+        found = cls(store, Reader(store), ledger_of(store))
+        if at is not None:
+            storage = store.snapshot.storage
+            found.draw_state = read_state(storage, find(storage, at), 0, ("reader",))["reader"]
+        return found
+
+    def keep_newest(self, n: int) -> None:
+        """Forget all trajectories but the newest ``n``."""
+        numbers = self.numbers
+        self._entries = {number: self._entries[number] for number in numbers[max(0, len(numbers) - n) :]}
+
+    @property
+    def schema(self) -> Schema:
+        assert self._reader.schema is not None
+        return self._reader.schema
 
     @property
     def numbers(self) -> list[int]:
         return list(self._entries)
+
+    @property
+    def entries(self) -> dict[int, LedgerEntry]:
+        """The trajectories, by number."""
+        return self._entries
 
     @property
     def keys(self) -> dict[int, str]:

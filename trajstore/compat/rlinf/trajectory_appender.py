@@ -31,7 +31,7 @@ def encode_all(trajectories: Sequence[Trajectory], schema: Schema | None) -> lis
     for number, item in enumerate(encoded):
         own = item.schema
         schema = schema or own
-        if differences := schema.differences(own):
+        if differences := schema.differences(own, "earlier ones", "this one"):
             raise DataError(f"trajectory {number} does not match earlier ones: {'; '.join(differences)}")
         check_weights_id(item.metadata["model_weights_id"], f"trajectory {number}")
         if not item.metadata["model_weights_id"]:
@@ -50,10 +50,9 @@ def append_trajectory(memory: ReplayBuffer, encoded: EncodedTrajectory, number: 
     """
     n_steps, n_envs = encoded.ends.shape
     n_rows = staged_rows(parse_bytes(memory.options.buffer_bytes, "buffer_bytes"), encoded.schema.row_bytes)
-    block_steps = max(1, n_rows // (2 * n_envs))  # each step may have a final row beside its own
     episodes: list[int] = []
     try:
-        for block in encoded.blocks(block_steps):
+        for block in encoded.blocks(n_rows):
             handles = memory.extend(
                 nest(block.steps),
                 terminated=block.is_terminal.numpy(),

@@ -8,17 +8,19 @@ trajectory and the other facts needed to rebuild it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajstore.compat.rlinf.field_paths import from_paths, to_paths, unescape_names
 from trajstore.compat.rlinf.trajectory import FIELDS, FLAGS, GROUPS, VALUES, EpochRows, Trajectory
 from trajstore.errors import DataError
 from trajstore.sampling.windows import Windows
-from trajstore.schema import Field, Schema, nest
+from trajstore.schema import Array, Field, Schema, nest
 
 OBSERVATION = "obs"  # group of the fields that are both in curr_obs and in next_obs
 STEP = "step"  # field with the index of the step in its trajectory
@@ -26,7 +28,11 @@ _BEFORE, _AFTER = "before", "after"  # groups of the rows that flags and values 
 _INTERNAL_GROUPS = (OBSERVATION, STEP, _BEFORE, _AFTER)
 # For each field with extra rows: the group that stores them, and the episode column with the number of epochs.
 _EXTRA_ROWS = {**dict.fromkeys(FLAGS, (_BEFORE, "flag_epochs")), VALUES: (_AFTER, "value_epochs")}
-_COMPARED_BYTES = 1 << 24  # compared at once
+_COMPARED_BYTES = 1 << 20  # compared at once
+# Frames of cameras hold noise, on which the default codec is up to 20 times slower than this one and saves nothing.
+# Rendered frames become as small with it.
+_FRAME_CODEC = "zstd:-1"
+_FRAME_BYTES = 4096  # of a row; smaller rows keep the default codec
 
 COLUMNS = {  # of the episode table: the facts about an episode's trajectory
     "trajectory": int,  # its number, which may repeat after `clear`
@@ -60,14 +66,26 @@ class EncodedTrajectory:
     metadata: dict[str, Any]
     schema: Schema
 
-    def blocks(self, n_steps: int) -> Iterator[EncodedTrajectory]:
-        """Divide into blocks of at most ``n_steps`` steps; episodes end with their block, so none stays open."""
-        for start in range(0, len(self.ends), n_steps):
-            part = slice(start, start + n_steps)
-            steps, final = ({path: leaf[part] for path, leaf in flat.items()} for flat in (self.steps, self.final))
-            ends = self.ends[part].clone()
-            ends[-1] = True
-            yield EncodedTrajectory(steps, final, ends, self.is_terminal[part], self.metadata, self.schema)
+    def blocks(self, n_rows: int) -> Iterator[EncodedTrajectory]:
+        """Divide into blocks of at most ``n_rows`` rows, final rows included, and of at least one step.
+
+        Episodes end with their block, so none stays open.
+        """
+        n_envs = self.ends.shape[1]
+        # Rows before each step. A block also needs a final row for every environment whose episode it cuts.
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), (n_envs + self.ends.sum(1)).cumsum(0)])
+        start = 0
+        while start < len(self.ends):
+            fitting = int(torch.searchsorted(before, before[start] + n_rows - n_envs, right=True)) - 1
+            stop = min(max(fitting, start + 1), len(self.ends))
+            yield self._part(slice(start, stop))
+            start = stop
+
+    def _part(self, part: slice) -> EncodedTrajectory:
+        steps, final = ({path: leaf[part] for path, leaf in flat.items()} for flat in (self.steps, self.final))
+        ends = self.ends[part].clone()
+        ends[-1] = True
+        return EncodedTrajectory(steps, final, ends, self.is_terminal[part], self.metadata, self.schema)
 
 
 def encode(trajectory: Trajectory) -> EncodedTrajectory:
@@ -101,11 +119,14 @@ def encode(trajectory: Trajectory) -> EncodedTrajectory:
 
 
 def _schema(steps: Mapping[str, torch.Tensor], final: Mapping[str, torch.Tensor]) -> Schema:
-    fields = {
-        path: Field(str(leaf.dtype).removeprefix("torch."), leaf.shape[2:], final=path in final)
-        for path, leaf in steps.items()
-    }
+    fields = {path: _field(leaf, path in final) for path, leaf in steps.items()}
     return Schema(nest(fields), episode=COLUMNS, reward="rewards" if "rewards" in fields else None)
+
+
+def _field(leaf: torch.Tensor, has_final: bool) -> Field:
+    is_frame = leaf.dtype == torch.uint8 and leaf[0, 0].numel() >= _FRAME_BYTES
+    codec = _FRAME_CODEC if is_frame else None
+    return Field(str(leaf.dtype).removeprefix("torch."), leaf.shape[2:], final=has_final, codec=codec)
 
 
 def decode(steps: Mapping[str, torch.Tensor], env: torch.Tensor, metadata: Mapping[str, Any]) -> Trajectory:
@@ -188,19 +209,21 @@ def _breaks(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], n_steps: int, n_
 
     The last step always counts.
     """
-    differs = torch.zeros(n_steps, n_envs, dtype=torch.bool)
+    differs = np.zeros((n_steps, n_envs), bool)
     differs[-1] = True
     for current, after in pairs:
         row_bytes = max(1, after[:1].numel() * after.element_size())
         block = max(1, _COMPARED_BYTES // row_bytes)
         for start in range(0, n_steps - 1, block):
             stop = min(start + block, n_steps - 1)
-            left, right = _bytes(after[start:stop]), _bytes(current[start + 1 : stop + 1])
-            if not torch.equal(left, right):
-                differs[start:stop] |= (left != right).reshape(stop - start, n_envs, -1).any(-1)
-    return differs
+            unequal = _words(after[start:stop]) != _words(current[start + 1 : stop + 1])
+            if unequal.any():
+                differs[start:stop] |= unequal.any(-1)
+    return torch.from_numpy(differs)
 
 
-def _bytes(leaf: torch.Tensor) -> torch.Tensor:
-    leaf = leaf.contiguous()
-    return leaf.reshape(*leaf.shape, 1).view(torch.uint8)
+def _words(leaf: torch.Tensor) -> Array:
+    """Return the bits of a leaf as ``[T, B, words]``, in the longest words that fit: comparing them is faster."""
+    data = leaf.contiguous().reshape(*leaf.shape[:2], math.prod(leaf.shape[2:]), 1).view(torch.uint8).numpy()
+    data = data.reshape(*leaf.shape[:2], math.prod(data.shape[2:]))
+    return data if data.shape[-1] % 8 else data.view(np.int64)

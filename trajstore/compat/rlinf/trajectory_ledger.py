@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +62,13 @@ class TrajectoryLedger:
 
     def cleared(self) -> TrajectoryLedger:
         """Return an empty ledger that continues the serial numbers."""
+        return self.only(())
+
+    def only(self, entries: Iterable[LedgerEntry]) -> TrajectoryLedger:
+        """Return a ledger of these trajectories that continues the serial numbers."""
         ledger = TrajectoryLedger()
+        for entry in entries:
+            ledger.push(entry)
         ledger.serial = self.serial
         return ledger
 

@@ -13,10 +13,11 @@ from torchrl.data.replay_buffers import Sequence
 
 from trajstore.arguments import parse_bytes
 from trajstore.compat.options import ReplayOptionsDict, check_options
-from trajstore.compat.private_store import free_private_store, private_url
+from trajstore.compat.private_store import free_private_store, free_with_buffer, private_url
 from trajstore.compat.torchrl.ted import Block, assemble, differs, parse
 from trajstore.errors import DataError
 from trajstore.replay.buffer import ReplayBuffer as Buffer
+from trajstore.replay.session_start import Exist
 from trajstore.sampling.priorities.priority_options import Priorities
 from trajstore.sampling.windows import Boundary, Windows
 from trajstore.schema import flatten, nest
@@ -51,6 +52,8 @@ class ReplayBuffer:
         priority_key: The key that `update_tensordict_priority` reads.
         seed: Seed of the draws.
         device: Device of batches and of the cache of decoded steps.
+        exist: What to do with steps of earlier runs, as for `trajstore.ReplayBuffer`: ``"join"`` (the default,
+            with a warning), ``"resume"`` or ``"fail"``.
         options: Further options of `trajstore.ReplayBuffer`.
 
     Attributes:
@@ -69,6 +72,7 @@ class ReplayBuffer:
         priority_key: str = "td_error",
         seed: int = 0,
         device: str | torch.device = "cpu",
+        exist: Exist | None = None,
         **options: Unpack[ReplayOptionsDict],
     ) -> None:
         check_options(type(self).__init__, options, _OWN_OPTIONS)
@@ -82,8 +86,11 @@ class ReplayBuffer:
             priorities=None if alpha is None else Priorities(alpha=alpha, beta=beta),
             seed=seed,
             device=str(device),
+            exist=exist,
             **options,
         )
+        if self._private_url is not None:
+            free_with_buffer(self.memory, self._private_url)
         # Of the last row of every lane: the fields under 'next', [B, ...], and whether its episode is still open.
         self._last_next: dict[str, torch.Tensor] = {}
         self._open = torch.zeros(0, dtype=torch.bool)
@@ -179,7 +186,7 @@ class ReplayBuffer:
 
     def _to_ted(self, batch: Mapping[str, Any]) -> TensorDict:
         after = flatten(batch["next"]) if "next" in batch else {}
-        apart = {"next", "index", "priority", "is_first", "is_last", "terminated", "truncated", *_MASKS}
+        apart = {"next", "index", "priority", "is_first", "is_last", "is_final", "terminated", "truncated", *_MASKS}
         steps = flatten({name: value for name, value in batch.items() if name not in apart})
         ted = assemble(steps, after, batch["terminated"].unsqueeze(-1), batch["truncated"].unsqueeze(-1))
         if not self._windows.squeeze:

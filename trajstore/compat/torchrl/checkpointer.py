@@ -6,14 +6,15 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
-from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase, TensorStorageCheckpointer
 
 from trajstore.compat.torchrl.earlier_sessions import EarlierSessions
+from trajstore.compat.torchrl.foreign_dumps import dump_with, load_with
 from trajstore.compat.torchrl.row_log import RowLog
 from trajstore.compat.torchrl.row_structure import RowStructure
 from trajstore.compat.torchrl.slot_table import SlotTable
 from trajstore.compat.torchrl.store_generations import StoreGenerations
-from trajstore.errors import DataError, StoreNotFoundError
+from trajstore.errors import StoreNotFoundError
 from trajstore.store.store import Store
 
 if TYPE_CHECKING:
@@ -28,10 +29,14 @@ class TrajStorageCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
     def dumps(self, storage: TrajStorage, path: str | os.PathLike[str]) -> None:
         """Replace the dump at ``path`` by the rows that the storage holds now.
 
+        With save hooks, TorchRL's checkpointer calls them and writes files of its own instead, not atomically.
+
         Raises:
-            DataError: Hooks were registered, which are not supported.
+            DataError: There are save hooks, and no rows.
         """
-        self._check_hooks()
+        if self._save_hooks:
+            dump_with(self._of_torchrl(), storage, path)
+            return
         generations = StoreGenerations(path, None, True)
         generations.open()
         if storage.table is None or not len(storage):
@@ -43,11 +48,15 @@ class TrajStorageCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
     def loads(self, storage: TrajStorage, path: str | os.PathLike[str]) -> None:
         """Replace the rows of a storage by those of a dump.
 
+        With load hooks, TorchRL's checkpointer reads its own files and calls them.
+
         Raises:
-            DataError: The storage is too small, and was not changed; or hooks were registered.
+            DataError: The storage is too small, and was not changed.
             StoreNotFoundError: There is no complete dump.
         """
-        self._check_hooks()
+        if self._load_hooks:
+            load_with(self._of_torchrl(), storage, path)
+            return
         generations = StoreGenerations(path, None, True)
         store = generations.open()
         if store is None or not generations.number:
@@ -61,12 +70,10 @@ class TrajStorageCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
         rows = dumped.rows(list(structure.fields))
         storage.load_rows(structure, rows, len(dumped.place), cursor, dumped.n_slots)
 
-    def _check_hooks(self) -> None:
-        if self._save_hooks or self._load_hooks:
-            raise DataError(
-                "TrajStorageCheckpointer: expected no hooks, which it does not call; convert data with"
-                " trajstore.compat.torchrl.ted_to_episodes"
-            )
+    def _of_torchrl(self) -> TensorStorageCheckpointer:
+        theirs = TensorStorageCheckpointer()
+        theirs._save_hooks, theirs._load_hooks = self._save_hooks, self._load_hooks
+        return theirs
 
 
 def _write(table: SlotTable, store: Store) -> None:

@@ -55,7 +55,7 @@ class PagedTensor(torch.Tensor):
             raise IndexError(f"index: expected {-n} to {n - 1}, got {int(index.min())} to {int(index.max())}")
         slots = self._rows.start + self._rows.step * torch.where(index < 0, index + n, index)
         rows = self._read(slots.reshape(-1))
-        return rows.reshape(*index.shape, *self.shape[1:])
+        return rows.reshape((*index.shape, *self.shape[1:]))
 
     def is_shared(self) -> bool:
         return False

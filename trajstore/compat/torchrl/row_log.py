@@ -92,6 +92,7 @@ class RowLog:
         self._grace_s = grace_s
         dead = [record.id for record in snapshot.streams if not record.is_sealed]
         self._writer = store.writer(f"session-{earlier.next_session}", world=uuid.uuid4().hex, dead=dead, **options)
+        self._writer.leave_to_owner()
         # Only the records of the newest session count, so it must repeat which rows are evicted.
         marks = Marks.wanted(snapshot.streams)
         self._writer.set_view(first_rows={stream: row for stream, row in marks.items() if row})

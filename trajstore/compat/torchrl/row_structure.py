@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from tensordict import TensorDict, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDict, is_tensor_collection
 from tensordict.utils import is_non_tensor, unravel_key
 
+from trajstore.compat.torchrl.non_tensor import EMPTY, JSON, MARKERS, encode, widen
 from trajstore.errors import DataError, SchemaError
 from trajstore.schema import Field, Schema, nest
 
@@ -17,6 +19,7 @@ from trajstore.schema import Field, Schema, nest
 HEADER = "slot"
 _HEADER_FIELD = Field("int64", (4,))
 _TENSOR, _TREE, TENSORDICT = "tensor", "tree", "td"
+_RAGGED = "the fields of a store have fixed shapes: pad the rows, or use TorchRL's LazyStackStorage"
 
 Leaves = dict[str, torch.Tensor]
 
@@ -26,7 +29,8 @@ class RowStructure:
     """The fields of a row, whose names also say how the fields are nested.
 
     ``tensor`` is a single tensor, ``td<n>/...`` a TensorDict with n batch dimensions, and ``tree/...`` a tree of
-    tuples (``t.0``), lists (``l.0``) and dicts (``m.key``) of tensors.
+    tuples (``t.0``), lists (``l.0``) and dicts (``m.key``) of tensors. In a TensorDict, text and JSON values and
+    TensorDicts without keys are fields whose last name is a marker; see `non_tensor`.
     """
 
     fields: Mapping[str, Field]
@@ -78,6 +82,25 @@ class RowStructure:
         """Return a structure with the fields of both; for common names, with the fields of this one."""
         return RowStructure({**other.fields, **self.fields})
 
+    @cached_property
+    def marked(self) -> list[tuple[str, ...]]:
+        """The keys of fields that are not tensors of the user; the last name of each is a marker."""
+        return marked_keys(self.fields)
+
+    def fitted(self, rows: Leaves) -> tuple[RowStructure, Leaves]:
+        """Return rows whose text has the width of its field, and a structure that is wide enough for it."""
+        texts = [path for path in rows if path.endswith(f"/{JSON}") and path in self.fields]
+        if not texts:
+            return self, rows
+        widths = {path: max(rows[path].shape[-1], self.fields[path].shape[-1]) for path in texts}
+        wider = {
+            path: Field("uint8", (*self.fields[path].shape[:-1], width))
+            for path, width in widths.items()
+            if width > self.fields[path].shape[-1]
+        }
+        structure = RowStructure({**self.fields, **wider}) if wider else self
+        return structure, rows | {path: widen(rows[path], width) for path, width in widths.items()}
+
     def path(self, key: Any) -> str:
         """Return the field of a key of a TensorDict."""
         root = next(iter(self.fields)).split("/")[0]
@@ -118,8 +141,16 @@ def _field(rows: torch.Tensor) -> Field:
     return Field(str(rows.dtype).removeprefix("torch."), tuple(rows.shape[1:]))
 
 
+def marked_keys(paths: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return the keys of those fields whose last name is a marker."""
+    keys = (tuple(path.split("/")[1:]) for path in paths if path.endswith(MARKERS))
+    return [key for key in keys if key and key[-1] in MARKERS]
+
+
 def describe_field(path: str) -> str:
     """Return how an error names a field: by the name that the user knows."""
+    for marker in MARKERS:
+        path = path.removesuffix(f"/{marker}")
     return f"field {path.partition('/')[2] or path!r}"
 
 
@@ -127,10 +158,10 @@ def to_leaves(data: Any) -> Leaves:
     """Return the tensors of some rows by field, detached.
 
     Raises:
-        DataError: The data contains no tensor, or a value that is not a tensor.
+        DataError: The data contains no tensor, or a value that cannot be stored, or rows of different shapes.
     """
     if isinstance(data, torch.Tensor):
-        return {_TENSOR: data.detach()}
+        return dict(_walk(data, _TENSOR))
     is_collection = is_tensor_collection(data)
     root = f"{TENSORDICT}{data.batch_dims}" if is_collection else _TREE
     leaves = dict(_walk(data, root))
@@ -141,25 +172,52 @@ def to_leaves(data: Any) -> Leaves:
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(node, torch.Tensor):
+        if node.is_nested:
+            raise DataError(f"{describe_field(path)}: expected rows of one shape, got a nested tensor; {_RAGGED}")
         yield path, node.detach()
         return
-    for name, child in _children(node, path):
-        if "/" in name:
-            raise DataError(f"{describe_field(path)}: expected keys without '/', got {name!r}")
+    is_collection = path.startswith(TENSORDICT) and is_tensor_collection(node)
+    if is_collection and is_non_tensor(node):
+        yield f"{path}/{JSON}", encode(node, describe_field(path))
+        return
+    children = list(_children(node, path, is_collection=is_collection))
+    for name, child in children:
+        if "/" in name or name in MARKERS:
+            raise DataError(f"{describe_field(path)}: expected keys without '/', and not {MARKERS}, got {name!r}")
         yield from _walk(child, f"{path}/{name}")
+    if is_collection and not children:
+        yield f"{path}/{EMPTY}", torch.zeros(node.batch_size, dtype=torch.uint8)
 
 
-def _children(node: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if is_tensor_collection(node) and not is_non_tensor(node) and path.startswith(TENSORDICT):
-        yield from ((str(key), child) for key, child in node.items())
+def _children(node: Any, path: str, *, is_collection: bool) -> Iterator[tuple[str, Any]]:
+    if is_collection:
+        items = _lazy_items(node, path) if isinstance(node, LazyStackedTensorDict) else node.items()
+        yield from ((str(key), child) for key, child in items)
     elif isinstance(node, dict):
         yield from ((f"m.{key}", child) for key, child in node.items())
     elif isinstance(node, (tuple, list)):
         yield from ((f"{type(node).__name__[0]}.{i}", child) for i, child in enumerate(node))
     else:
         raise DataError(
-            f"{describe_field(path)}: expected a tensor, got {type(node).__name__}; stores hold tensors"
+            f"{describe_field(path)}: expected a tensor, got {type(node).__name__}; text and JSON values are stored"
+            " in TensorDicts"
         )
+
+
+def _lazy_items(node: LazyStackedTensorDict, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the items of a lazy stack; refuse keys that only some rows have, which it would not show."""
+    everywhere = set(node.keys())
+    for part in node.tensordicts:
+        if odd := next((key for key in part.keys() if key not in everywhere), None):  # noqa: SIM118 - a TensorDict
+            name = describe_field(f"{path}/{odd}")
+            raise DataError(f"{name}: expected in all rows, only some have it; {_RAGGED}")
+    for key in node.keys():  # noqa: SIM118
+        try:
+            yield key, node.get(key)
+        except RuntimeError as error:
+            raise DataError(
+                f"{describe_field(f'{path}/{key}')}: expected rows of one shape, got several; {_RAGGED}"
+            ) from error
 
 
 def from_leaves(leaves: Mapping[str, torch.Tensor]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,40 @@ def slots_of(index: Any, n_slots: int, n_rows: int) -> Array:
 def _slot_numbers(index: Any) -> Array:
     array = np.asarray(index.cpu() if isinstance(index, torch.Tensor) else index).reshape(-1)
     return np.flatnonzero(array) if array.dtype == bool else array.astype(np.int64)
+
+
+def warn_of_gap(slots: Array, n_filled: int) -> None:
+    """Warn that rows do not count, because rows before them were refused."""
+    warnings.warn(
+        f"rows from slot {slots.min()} on do not count while slot {n_filled} is empty, because rows were refused;"
+        " call storage.resume(buffer)",
+        stacklevel=4,
+    )
+
+
+def check_size(n_rows: int, n_slots: int, size: int, n_lanes: int) -> None:
+    """Check that rows of another storage can be loaded.
+
+    Args:
+        n_rows: Number of its slots up to the last one that holds a row.
+        n_slots: Number of all its slots.
+        size: Number of slots of the storage that loads them.
+        n_lanes: Number of elements per slot.
+
+    Raises:
+        DataError: There are too many rows, or they fill a ring of another size.
+    """
+    if n_rows > size:
+        raise DataError(
+            f"max_size: expected at least the {n_rows * n_lanes} rows that are loaded, got {size * n_lanes}"
+        )
+    # TorchRL takes the rows of a ring with room to be in order of time; those of a full ring are not. And the
+    # writer's cursor and the samplers' priorities, which are loaded next, go by slots.
+    if n_slots != size and n_rows in (n_slots, size):
+        raise DataError(
+            f"max_size: expected {n_slots * n_lanes}, the size that the rows come from, because they fill a ring,"
+            f" got {size * n_lanes}; to enlarge a storage, close it and open it with a larger max_size"
+        )
 
 
 def without_new_index(rows: Leaves, structure: RowStructure) -> Leaves:

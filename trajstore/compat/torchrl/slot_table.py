@@ -82,6 +82,7 @@ class SlotTable:
             for path, field in structure.fields.items()
         }
         self._resident = {path: self.leaves[path] for path in resident}
+        self._own_memory = {leaf.untyped_storage().data_ptr() for leaf in self._resident.values()}
         self._known_versions = self._versions()
         for slots, rows in self.log.restored_rows(list(resident)):
             self._set_resident(torch.from_numpy(slots), rows)
@@ -134,6 +135,7 @@ class SlotTable:
             DataError: The rows do not match the structure; nothing was written.
         """
         self.structure.check(rows)
+        rows = self._without_views(rows)
         if in_turn and len(slots):
             self.log.cursor = int(slots[-1])
         last = _last_of_each(slots)
@@ -142,6 +144,15 @@ class SlotTable:
         self.log.append(slots, rows)
         self._set_resident(torch.from_numpy(slots), rows)
         self.log.compact(self.rows)
+
+    def _without_views(self, rows: Leaves) -> Leaves:
+        """Return rows that share no memory with the table's, which torch cannot copy to themselves."""
+        views = [
+            path
+            for path, leaf in rows.items()
+            if not isinstance(leaf, PagedTensor) and leaf.untyped_storage().data_ptr() in self._own_memory
+        ]
+        return rows | {path: rows[path].clone() for path in views} if views else rows
 
     def _set_resident(self, slots: torch.Tensor, rows: Leaves) -> None:
         index = slots.to(self._device)
@@ -187,7 +198,8 @@ class SlotTable:
         new = {path: field for path, field in other.structure.fields.items() if path not in self.leaves}
         for slots, rows in self.blocks():
             zeros = {p: torch.zeros((len(slots), *f.shape), dtype=torch_dtype(f)) for p, f in new.items()}
-            other.write((slots - oldest) % n if oldest else slots, rows | zeros)
+            _, wide = other.structure.fitted(rows | zeros)
+            other.write((slots - oldest) % n if oldest else slots, wide)
 
 
 def _resident_fields(structure: RowStructure, n_slots: int, cache_bytes: int) -> set[str]:

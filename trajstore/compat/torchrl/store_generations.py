@@ -39,6 +39,11 @@ class StoreGenerations:
         self.number = min(stores, default=-1)
         self._is_replaced = False  # the next store is complete, and the current one may still exist
 
+    @property
+    def url(self) -> str:
+        """The URL, without credentials."""
+        return self._storage.display
+
     def _numbers(self) -> list[int]:
         return [int(name) for name in self._storage.list_names("") if name.isdecimal()]
 

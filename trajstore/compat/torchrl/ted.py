@@ -24,8 +24,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 
 from trajstore.errors import DataError
-from trajstore.sampling.batches.batch_plan import RESERVED
-from trajstore.schema import flatten, nest
+from trajstore.schema import RESERVED, flatten, nest
 
 FLAGS = ("done", "terminated", "truncated")
 _IDS = "collector/traj_ids"

@@ -9,3 +9,7 @@ from trajstore.datasets.diffusion_policy.reader import (
 from trajstore.datasets.diffusion_policy.writer import open_writer
 
 __all__ = ["DiffusionPolicyReader", "InPlaceBuffer", "open_in_place", "open_reader", "open_writer"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

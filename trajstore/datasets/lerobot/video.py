@@ -14,7 +14,7 @@ from trajstore.schema import Array
 
 def import_pyav() -> Any:
     return import_optional(
-        "av", "frames of videos need PyAV: pip install 'trajstore[video]', or leave videos out with videos=False"
+        "av", "frames of videos need PyAV: pip install av, or leave videos out with videos=False"
     )
 
 

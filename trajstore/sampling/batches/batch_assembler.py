@@ -4,16 +4,18 @@ Locks of `sampling`, `writing` and `replay`, outermost first. A thread that hold
 
 1. ``Session._ending`` (one thread closes), ``CheckpointSchedule._lock`` (one capture at a time),
    ``Mixture._lock``, ``Readiness._appended`` (threads that wait for enough steps).
-2. ``BatchIterator._turn``: one thread at a time takes a batch. It is held while ``admit`` waits.
+2. ``BatchIterator._turn``: one thread at a time takes a batch. It is held while ``admit`` waits. Then
+   ``StoredBytes._measuring``, held while the sizes of stored objects are read.
 3. ``BatchAssembler.lock``: the index, the cache, and everything derived from them; held while a batch is read.
 4. ``GarbageCollector._sweeping``, then ``_publishing``: one sweep, one publication of marks at a time.
 5. ``WriterLifecycle.lock``, the writer's: the staged steps. `Writer.locked_staging` does not wait for it while
    another thread appends, unless its caller asks for that.
 6. Held for a moment: ``WriterInbox.lock``, ``CommitThread._condition``, ``SamplesPerInsert._changed``,
    ``RunningStatistics._lock``, ``GarbageCollector._condition``, ``CompressedTier._lock``,
-   ``CheckpointWriter._lock``, ``CheckpointRequests._condition``. ``StoreNotes._lock`` and
-   ``CheckpointLineage.lock`` are held while storage is written.
+   ``CheckpointWriter._lock``, ``CheckpointRequests._condition``, ``ChunkFetcher._counting``,
+   ``Drawing._counting``. ``StoreNotes._lock`` and ``CheckpointLineage.lock`` are held while storage is written.
 7. ``Storage._lock``.
+8. ``BackgroundPool._lock``, and the lock of the registry in `trajstore.unclosed`.
 
 The commit thread waits for no lock before 6, because an append that finds both stagings full waits for it with the
 writer's lock held. It takes the writer's lock only if that is free. Appends never wait for the assembler's lock.
@@ -34,16 +36,22 @@ from trajstore.cache.chunk_cache import ChunkCache
 from trajstore.errors import DataError, EpisodeNotFoundError, NotReadyError
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
-from trajstore.sampling.batches.batch_plan import PER_WINDOW_KEYS, BatchPlan, BatchPlanner
+from trajstore.sampling.batches.batch_plan import BatchPlan
+from trajstore.sampling.batches.batch_program import PER_WINDOW_KEYS, BatchProgram
+from trajstore.sampling.batches.compiled_executor import CompiledExecutor, Scratch
 from trajstore.sampling.batches.outputs import check_outputs
 from trajstore.sampling.batches.plan_rows import check_not_evicted, with_moved_rows
+from trajstore.sampling.batches.torch_executor import TorchExecutor
+from trajstore.sampling.batches.triton_executor import TritonExecutor, new_executor
 from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.index.episode_index import EpisodeIndex
 from trajstore.sampling.index.snapshot_follower import SnapshotFollower
 from trajstore.sampling.live.cached_rows import CachedRows
+from trajstore.sampling.live.pending_episodes import table_with_pending_episodes
 from trajstore.sampling.live.writer_follower import WriterFollower
+from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows, WindowStarts
-from trajstore.sampling.windows import Windows
+from trajstore.sampling.windows import Windows, usable_steps
 from trajstore.schema import Array, Schema
 from trajstore.store.snapshot import Snapshot
 from trajstore.writing.staging import Staging
@@ -62,10 +70,10 @@ class WindowKind:
 
     windows: Windows
     starts: WindowStarts
-    planner: BatchPlanner
+    executor: TorchExecutor
 
     def plan(self, draw: DrawnWindows) -> BatchPlan:
-        return self.planner.plan(draw, self.starts)
+        return self.executor.plan(draw, self.starts)
 
 
 class BatchAssembler:
@@ -95,7 +103,9 @@ class BatchAssembler:
         self.lock = threading.RLock()
         self.device = device
         self.kernels = compiled_loops(device, compiled)
-        self.index = EpisodeIndex(device, self.kernels)
+        self._program_loops = compiled_loops(device, compiled, "program_loops")
+        self._scratch = Scratch()
+        self.index = EpisodeIndex(device, self.kernels, compiled_loops(device, compiled, "growth_loops"))
         self.published: Callable[[], None] | None = None
         self._follower = SnapshotFollower(self.index)
         self._rows = CachedRows(
@@ -145,7 +155,7 @@ class BatchAssembler:
                 if the caller relies on anything that it read before.
             waits: Whether to wait while another thread appends or commits; else its steps are shown later.
         """
-        if self.live is None or self._rows.is_closed:
+        if self.live is None or self.live.is_stopped or self._rows.is_closed:
             return
         needs_commit = self.live.update(waits=waits, may_commit=may_commit)
         if needs_commit is None:
@@ -155,6 +165,11 @@ class BatchAssembler:
         if needs_commit:
             self._commit_unlocked()
             self.publish(may_commit=False, waits=waits)
+
+    def stop_following(self) -> None:
+        """Show nothing that the followed writer does from now on; see `WriterFollower.stop`."""
+        if self.live is not None:
+            self.live.stop()
 
     def _commit_unlocked(self) -> None:
         """Commit, and let other threads sample while this one waits for the storage."""
@@ -224,6 +239,11 @@ class BatchAssembler:
 
     # ---- schema and cache
 
+    def reserve_name(self, name: str) -> None:
+        """Let the followed writer refuse a field of this name, if the fields are not known yet."""
+        if self._writer is not None:
+            self._writer.reserve_name(name)
+
     @property
     def has_schema(self) -> bool:
         """Whether the fields are known; before the first data they may not be."""
@@ -266,6 +286,16 @@ class BatchAssembler:
 
     def kind(self, windows: Windows, where: Where | None = None) -> WindowKind:
         """The windows of one kind, up to date with the index. The last 64 kinds are kept."""
+        if not isinstance(windows, Windows):
+            raise TypeError(
+                f"windows: expected Windows, such as Windows(32) or Windows.transitions(); got"
+                f" {type(windows).__name__}"
+            )
+        if where is not None and not callable(where):
+            raise TypeError(
+                "where: expected a function of the episode table that returns one bool for each episode, such as"
+                f" lambda episodes: episodes['return'] > 0; got {type(where).__name__}"
+            )
         kind = self._kinds.get((windows, where))
         if kind is None:
             kind = self._kinds[windows, where] = self.new_kind(windows, where)
@@ -279,7 +309,11 @@ class BatchAssembler:
         with_observation = self.schema.reward_alignment == "observation"
         mask = None if where is None else lambda: self.mask(where)
         starts = WindowStarts(self.index, windows, with_observation, mask, self.kernels)
-        return WindowKind(windows, starts, BatchPlanner(self.index, self.schema, windows, self.kernels))
+        program, loops = BatchProgram.of(self.schema, windows), self._program_loops
+        if loops is None:
+            return WindowKind(windows, starts, new_executor(self.index, program))
+        executor = CompiledExecutor(self.index, program, self.schema, loops, self._scratch)
+        return WindowKind(windows, starts, executor)
 
     def mask(self, where: Where) -> Array:
         """For each index entry, whether a function of the episode table chooses its episode.
@@ -287,14 +321,17 @@ class BatchAssembler:
         Raises:
             DataError: The function returned something other than one bool for each episode.
         """
-        table = self.snapshot.episodes
+        if self._writer is None:
+            table, names = self.snapshot.episodes, self.snapshot.names
+        else:
+            table, names = table_with_pending_episodes(self.snapshot, self._writer)
         chosen = np.asarray(where(table))
         if chosen.dtype != bool or chosen.shape != (len(table),):
             raise DataError(
                 f"where: expected {len(table)} bools, one for each episode, got {chosen.dtype} of shape"
                 f" {chosen.shape}"
             )
-        numbers = np.array([self.index.numbers[name] for name in self.snapshot.names], np.int64)
+        numbers = np.array([self.index.numbers.get(name, -1) for name in names], np.int64)
         stream = numbers[table.stream_positions[chosen]] if len(table) else numbers[:0]
         entry = self.index.find(stream, table["episode"][chosen])
         mask = np.zeros(self.index.n, bool)
@@ -310,14 +347,22 @@ class BatchAssembler:
 
     def no_windows(self, windows: Windows, condition: str) -> NotReadyError:
         """The error for drawing where no window exists; ``condition`` restricts "no episode ... has"."""
-        lengths = self.index.lengths()
+        lengths, flags = self.index.lengths(), self.index.flags.host[: self.index.n]
         if not len(lengths):
             return NotReadyError(f"{self.snapshot!r} has no episode to draw from")
+        with_observation = self.schema.reward_alignment == "observation"
+        usable = usable_steps(lengths, flags, windows, with_observation).clip(0)
         outside = (windows.burn_in + windows.bootstrap) * windows.stride if windows.strict_context else 0
         needed = 1 + outside + (windows.reach if windows.boundary in ("strict", "cross") else 0)
+        why = ""
+        if (usable < lengths).any():
+            why = (
+                "; a step is usable if the observation after it is known, so the newest step of an open episode is"
+                " not, and neither is the last step of a truncated or cut episode without a final observation"
+            )
         return NotReadyError(
-            f"no episode {condition}has {needed} usable steps, so no such window exists; the longest of all has"
-            f" {lengths.max()}"
+            f"no episode {condition}has {needed} usable step{'s' if needed > 1 else ''}, so no such window exists;"
+            f" the longest of all has {usable.max()}{why}"
         )
 
     def draw_at(self, kind: WindowKind, handles: Array, n: torch.Tensor | None, is_strict: bool) -> DrawnWindows:
@@ -375,6 +420,20 @@ class BatchAssembler:
         """Read the chunks of windows ahead of time."""
         self._rows.load(kind.plan(draw).wanted.values())
 
+    def run_batch(
+        self, kind: WindowKind, drawn: DrawnWindows | tuple[int, CounterRng, int], outs: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor] | None:
+        """Make a flat batch in one call if everything is resident, else return None; see `CompiledExecutor.run`.
+
+        Outputs go to ``outs`` where it has the key.
+        """
+        if isinstance(kind.executor, TritonExecutor):
+            with self._rows.access():
+                return kind.executor.run(self._rows.cache, kind.starts, drawn, outs)
+        if not isinstance(kind.executor, CompiledExecutor):
+            return None
+        return kind.executor.run(self._rows.cache, kind.starts, drawn, outs)
+
     def read_batch(
         self, kind: WindowKind, plan: BatchPlan, outs: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
@@ -390,7 +449,7 @@ class BatchAssembler:
             check_outputs(outs, {key: shape for key, shape in shapes.items() if key != _REWARDS})
         # Rewards are summed before they are output.
         values = self._rows.gather(plan.wanted, {key: out for key, out in outs.items() if key != _REWARDS})
-        flat = kind.planner.finish(plan, values)
+        flat = kind.executor.finish(plan, values)
         for key in outs.keys() & flat.keys():
             if flat[key].data_ptr() != outs[key].data_ptr():
                 flat[key] = outs[key].copy_(flat[key].view(outs[key].shape)).view(flat[key].shape)

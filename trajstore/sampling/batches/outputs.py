@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,10 @@ from trajstore.errors import MissingExtraError
 from trajstore.schema import nest
 
 Batch = dict[str, Any]
+"""A batch of windows: tensors ``[batch, window, ...]`` by name, nested as fields are; `Reader` lists the keys.
+
+With ``as_tensordict=True`` it is a TensorDict, which has the same keys.
+"""
 
 
 class Ring:
@@ -41,6 +46,7 @@ class Ring:
         check_positive("n", n)
         self._batches: list[dict[str, torch.Tensor]] = [{} for _ in range(n)]
         self._next = 0
+        self._unused: deque[int] = deque()  # reserved before, for batches that were not delivered
         self._kind: object = None
 
     def __len__(self) -> int:
@@ -48,8 +54,17 @@ class Ring:
 
     def reserve(self) -> int:
         """Return the slot of the next batch. A batch that is assembled again keeps its slot."""
+        if self._unused:
+            return self._unused.popleft()
         slot, self._next = self._next, (self._next + 1) % len(self._batches)
         return slot
+
+    def give_back(self, slot: int) -> None:
+        """Return a reserved slot whose batch is not delivered; the next batch gets it.
+
+        Without this, a ring would come round to batches that are in use.
+        """
+        self._unused.append(slot)
 
     def take(self, slot: int, kind: object) -> dict[str, torch.Tensor]:
         """Return the tensors of a slot by flat key; empty until `give` has stored the slot's first batch.
@@ -110,5 +125,5 @@ def to_batch(flat: Mapping[str, torch.Tensor], as_tensordict: bool) -> Any:
     try:
         from tensordict import TensorDict
     except ImportError as error:
-        raise MissingExtraError("as_tensordict needs tensordict: pip install 'trajstore[tensordict]'") from error
+        raise MissingExtraError("as_tensordict needs tensordict: pip install tensordict") from error
     return TensorDict(nested, batch_size=[len(flat["index"])])

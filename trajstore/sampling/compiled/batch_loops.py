@@ -14,6 +14,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from trajstore.sampling.compiled.jit import compiled, random_bits
+from trajstore.sampling.compiled.memory_access import MANY, array_at, copy_memory, pointer, prefetch
+from trajstore.sampling.compiled.searching import last_at
 from trajstore.schema import Array
 
 HAS_FINAL, TERMINATED, TRUNCATED, OPEN, BEGINS = 1, 2, 4, 8, 32  # flags of episodes, as in `episode_index`
@@ -37,56 +39,6 @@ def _copy_bytes(context: Any, out: Any, to: Any, data: Any, at: Any, n: Any) -> 
     return types.void(out, types.int64, data, types.int64, types.int64), generate
 
 
-@intrinsic
-def _number_at(context: Any, address: Any, i: Any) -> Any:
-    """Return element ``i`` of the int64 array at a memory address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        address, i = arguments
-        return builder.load(builder.gep(builder.inttoptr(address, _NUMBERS), [i]))
-
-    return types.int64(types.int64, types.int64), generate
-
-
-@intrinsic
-def _copy_memory(context: Any, to: Any, at: Any, n: Any) -> Any:
-    """Copy ``n`` bytes from memory address ``at`` to ``to``."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        to, at, n = arguments
-        cgutils.raw_memcpy(builder, builder.inttoptr(to, _BYTES), builder.inttoptr(at, _BYTES), n, 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def _prefetch(context: Any, address: Any) -> Any:
-    """Ask the processor to fetch the cache line of a memory address; any number is allowed."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), (_BYTES, number, number, number))
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", (_BYTES,), kind)
-        builder.call(prefetch, [builder.inttoptr(arguments[0], _BYTES), number(0), number(3), number(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@compiled
-def _last_at(rising: Array, wanted: Any) -> int:
-    """Return the position of the last of rising numbers that is at most ``wanted``, or -1."""
-    left, right = 0, len(rising)
-    while left < right:
-        middle = (left + right) >> 1
-        if rising[middle] <= wanted:
-            left = middle + 1
-        else:
-            right = middle
-    return left - 1
-
-
 @compiled
 def draw(
     seed: np.uint64, counter: np.uint64, base: int, low: int, limit: int, sums: Array, entry: Array, offset: Array
@@ -99,105 +51,9 @@ def draw(
         z = random_bits(seed, counter + np.uint64(i))
         number = np.int64(np.float64(z >> np.uint64(11)) * 2.0**-53 * np.float64(limit))
         number = min(number, limit - 1) + low
-        left = _last_at(sums, number) + 1
+        left = last_at(sums, number) + 1
         entry[i] = left
         offset[i] = number - (sums[left - 1] if left > 0 else base)
-
-
-@compiled
-def window_steps(
-    entry: Array,
-    start: Array,
-    steps: Array,
-    is_learning: Array,
-    logical: Array,
-    flags: Array,
-    t_base: Array,
-    stream: Array,
-    episode: Array,
-    span_logical: Array,
-    span_row: Array,
-    span_source: Array,
-    is_simple: bool,
-    masks: Array,
-    inside: Array,
-    handles: Array,
-    row: Array,
-    source: Array,
-) -> None:
-    """Find the steps of windows: positions, masks, handles, rows and sources.
-
-    ``inside`` receives the position of each step, or of the nearest step that exists. ``masks`` receives the six
-    masks in the order of ``batch_plan.MASKS``. ``is_simple`` says that every episode has exactly one span.
-    """
-    n_spans = len(span_logical)
-    for b in range(len(entry)):
-        e = entry[b]
-        flag = flags[e]
-        base = logical[e]
-        last = logical[e + 1] - base - (flag & HAS_FINAL) - 1
-        first = -t_base[e]
-        begin = np.int64(0) if flag & BEGINS != 0 else first
-        is_ended, is_terminated = flag & OPEN == 0, flag & TERMINATED != 0
-        is_truncated = flag & TRUNCATED != 0
-        handles[b, 0] = stream[e]
-        handles[b, 1] = episode[e]
-        handles[b, 2] = max(start[b], 0) - first
-        low, high, shift, origin = np.int64(0), np.int64(-1), np.int64(0), span_source[0]
-        if is_simple:
-            low, high, shift, origin = base, base + last + 1, span_row[e] - base, span_source[e]
-        for j in range(len(steps)):
-            position = start[b] + steps[j]
-            near = min(max(position, 0), last)
-            is_last = position == last
-            inside[b, j] = near
-            masks[0, b, j] = near == position
-            masks[1, b, j] = (near == position) & is_learning[j]
-            masks[2, b, j] = (near == position) & (position == begin)
-            masks[3, b, j] = is_last & is_ended
-            masks[4, b, j] = is_last & is_terminated
-            masks[5, b, j] = is_last & is_truncated
-            wanted = base + near
-            if wanted < low or wanted >= high:
-                span = _last_at(span_logical, wanted)
-                low, high = span_logical[span], np.int64(1) << 62
-                if span + 1 < n_spans:
-                    high = span_logical[span + 1]
-                shift, origin = span_row[span] - low, span_source[span]
-            row[b, j] = wanted + shift
-            source[b, j] = origin
-
-
-@compiled
-def transition_targets(
-    entry: Array,
-    inside: Array,
-    n_step: Array,
-    good: int,
-    logical: Array,
-    flags: Array,
-    taken: Array,
-    position: Array,
-    is_terminal: Array,
-) -> None:
-    """Find where each step's transition leads, at most ``n_step`` steps ahead.
-
-    ``taken`` receives the number of steps, ``position`` the position reached, or that of the last row if the
-    episode has no such row, and ``is_terminal`` whether the episode terminated there. The last step of an episode
-    has a transition only if the episode has one of the flags ``good``.
-    """
-    for b in range(len(entry)):
-        e = entry[b]
-        flag = flags[e]
-        has_final = flag & HAS_FINAL
-        n = logical[e + 1] - logical[e] - has_final
-        stop = n - 1 + (1 if flag & good != 0 else 0)
-        for j in range(inside.shape[1]):
-            ahead = min(max(stop - inside[b, j], 0), n_step[b])
-            reached = inside[b, j] + ahead
-            taken[b, j] = ahead
-            position[b, j] = min(reached, n - 1 + has_final)
-            is_terminal[b, j] = (reached == n) & (flag & TERMINATED != 0)
 
 
 @compiled
@@ -216,14 +72,14 @@ def rows(
     n_spans = len(span_logical)
     for b in range(len(entry)):
         base = logical[entry[b]]
-        span = entry[b] if is_simple else _last_at(span_logical, base + position[b, 0])
+        span = entry[b] if is_simple else last_at(span_logical, base + position[b, 0])
         low, high = span_logical[span], np.int64(1) << 62
         if span + 1 < n_spans:
             high = span_logical[span + 1]
         for j in range(position.shape[1]):
             wanted = base + position[b, j]
             if wanted < low or wanted >= high:
-                span = _last_at(span_logical, wanted)
+                span = last_at(span_logical, wanted)
                 low, high = span_logical[span], np.int64(1) << 62
                 if span + 1 < n_spans:
                     high = span_logical[span + 1]
@@ -258,6 +114,12 @@ def distinct_pages(
 
 
 @compiled
+def _number_at(address: Any, i: Any) -> Any:
+    """Return element ``i`` of the int64 array at a memory address."""
+    return array_at(pointer(address), (MANY,), np.int64)[i]
+
+
+@compiled
 def copy_columns(columns: Array, source: Array, row: Array) -> int:
     """Copy the same rows of several columns; neighbouring rows are copied together.
 
@@ -279,7 +141,7 @@ def copy_columns(columns: Array, source: Array, row: Array) -> int:
                 page = address // page_rows
                 at = arena + (_number_at(table, page) * page_rows + address - page * page_rows) * row_bytes
                 for line in range(0, n_ahead, _LINE):
-                    _prefetch(at + line)
+                    prefetch(at + line)
             j = 0
             while j < n:
                 origin = np.int64(source[b, min(j, last_source)])
@@ -294,46 +156,9 @@ def copy_columns(columns: Array, source: Array, row: Array) -> int:
                 while k < stop and row[b, k] - first == k - j and source[b, min(k, last_source)] == origin:
                     k += 1
                 at = arena + (slot * page_rows + address - page * page_rows) * row_bytes
-                _copy_memory(out + (b * n + j) * row_bytes, at, (k - j) * row_bytes)
+                copy_memory(out + (b * n + j) * row_bytes, at, (k - j) * row_bytes)
                 j = k
     return -1
-
-
-@compiled
-def addresses_of(
-    handles: Array,
-    stream: int,
-    entries: Array,
-    first_entry: int,
-    newest: int,
-    logical: Array,
-    flags: Array,
-    t_base: Array,
-    homes: Array,
-    first_home: int,
-    address: Array,
-) -> None:
-    """Find the step-table addresses of handles of one stream; handles of other streams are left as they are.
-
-    An address is -1 if the step was evicted, -2 if it lies past the end of its episode, and -3 if the stream has no
-    such episode. ``entries`` starts with episode ``first_entry``, ``homes`` with episode ``first_home``. Every
-    episode that has an entry has a home.
-    """
-    for i in range(len(handles)):
-        if handles[i, 0] != stream:
-            continue
-        episode, t = handles[i, 1], handles[i, 2]
-        if episode < 0 or episode > newest or t < 0:
-            address[i] = -3
-            continue
-        at = episode - first_entry
-        e = entries[at] if 0 <= at < len(entries) else np.int64(-1)
-        if e < 0 or t < t_base[e]:
-            address[i] = -1
-        elif t - t_base[e] >= logical[e + 1] - logical[e] - (flags[e] & HAS_FINAL):
-            address[i] = -2
-        else:
-            address[i] = homes[episode - first_home] + t
 
 
 @compiled

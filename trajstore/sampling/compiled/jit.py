@@ -2,23 +2,69 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
 import numpy as np
+from numba.core.ccallback import CFunc
+from numba.core.sigutils import normalize_signature
+
+from trajstore.sampling.compiled.code_cache import CodeCache
 
 F = TypeVar("F", bound=Callable[..., object])
 
+LOOPS: list[Any] = []  # the compiled loops of all modules that are imported
+C_FUNCTIONS: list[CFunction] = []  # and their C functions
+
 
 def compiled(function: F) -> F:
-    """Compile a function at its first call. The machine code is cached on disk if a directory can be written."""
+    """Compile a function at its first call. The machine code is kept on disk if a directory can be written."""
+    return _compiled(function, nogil=True)
+
+
+def compiled_with_gil(function: F) -> F:
+    """Like `compiled`, for a function that takes a few microseconds: it keeps the GIL.
+
+    A thread that waits for the GIL would take it at each such call, and the caller would wait much longer to get it
+    back than the call takes.
+    """
+    return _compiled(function, nogil=False)
+
+
+def _compiled(function: F, *, nogil: bool) -> F:
     njit: Any = numba.njit
-    try:
-        done: F = njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # numba found no directory that it can write
-        done = njit(nogil=True)(function)
+    loop = njit(nogil=nogil)(function)
+    loop._cache = CodeCache(function)
+    LOOPS.append(loop)
+    done: F = loop
     return done
+
+
+class CFunction:
+    """A function of one memory address as a C function, which threads without Python can call.
+
+    It is compiled when its address is first asked for, and kept on disk as other loops are.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.py_func = function
+        C_FUNCTIONS.append(self)
+
+    @property
+    def is_compiled(self) -> bool:
+        return "address" in self.__dict__
+
+    @functools.cached_property
+    def address(self) -> int:
+        """The memory address of the C function."""
+        make: Any = CFunc
+        self._compiled = make(self.py_func, normalize_signature("void(int64)"), {}, {"nopython": True})
+        self._compiled._cache = CodeCache(self.py_func)
+        self._compiled.compile()
+        address: int = self._compiled.address
+        return address
 
 
 @compiled

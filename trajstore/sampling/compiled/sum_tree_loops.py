@@ -50,7 +50,8 @@ def _fetch(sums: Array, first: int, node: Array) -> int:
 def _descend(sums: Array, offsets: Array, node: Array, rest: Array) -> int:
     """Search from the root to the leaves, level by level, for all numbers in ``rest``."""
     touched = 0
-    node[:] = 0
+    for i in range(len(node)):
+        node[i] = 0
     for level in range(len(offsets) - 2, -1, -1):
         first, stop = offsets[level], offsets[level - 1] if level else len(sums)
         for i in range(len(node)):
@@ -113,25 +114,31 @@ def draw(
 
 
 @compiled
-def _least(sums: Array, mins: Array, first: int, level: int) -> int:
-    """Return the smallest positive number of the row that starts at ``first``, in the minima or in the leaves."""
-    least = _NO_POSITIVE_MASS
-    for j in range(first, first + _FAN_OUT):
-        mass = sums[j] if level == 0 else mins[j]
-        if 0 < mass < least:
-            least = mass
-    return least
+def _least(row: Array, first: int) -> Any:
+    """Return the smallest positive number of the row that starts at ``first``."""
+    least = np.uint64(_NO_POSITIVE_MASS) - np.uint64(1)
+    for j in range(_FAN_OUT):
+        # One less, as an unsigned number: 0 becomes the largest, and no branch is needed.
+        mass = np.uint64(row[np.uint64(first + j)]) - np.uint64(1)
+        least = mass if mass < least else least
+    return np.int64(least) + 1
 
 
 @compiled
-def _update_minima(sums: Array, mins: Array, offsets: Array, leaf: int) -> None:
-    node = leaf
+def _update_minima(sums: Array, mins: Array, offsets: Array, n_leaves: int, leaf: Array) -> None:
+    """Compute the minima above leaves again, level by level, up to a level where none has changed."""
     for level in range(1, len(offsets)):
-        node >>= BITS
-        least = _least(sums, mins, offsets[level - 1] + (node << BITS), level - 1)
-        if mins[offsets[level] + node] == least:
+        below, at = offsets[level - 1], offsets[level]
+        row, bits, has_changed = sums if level == 1 else mins, BITS * level, False
+        n_nodes = (n_leaves - 1 >> bits) + 1
+        is_whole = n_nodes < len(leaf)  # few nodes: each of them once
+        for i in range(n_nodes if is_whole else len(leaf)):
+            node = i if is_whole else leaf[i] >> bits
+            least = _least(row, below + (node << BITS))
+            has_changed |= mins[np.uint64(at + node)] != least
+            mins[np.uint64(at + node)] = least
+        if not has_changed:
             return
-        mins[offsets[level] + node] = least
 
 
 @compiled
@@ -147,8 +154,8 @@ def put(sums: Array, mins: Array, offsets: Array, n_leaves: int, index: Array, m
         for level in range(len(offsets)):
             sums[np.uint64(offsets[level] + node)] += mass[i] - old
             node >>= BITS
-        if len(mins):
-            _update_minima(sums, mins, offsets, index[i])
+    if len(mins):
+        _update_minima(sums, mins, offsets, n_leaves, index)
     return -1
 
 
@@ -178,4 +185,4 @@ def sum_up(sums: Array, mins: Array, offsets: Array, start: int, stop: int) -> N
                 mass += sums[np.uint64(first + j)]
             sums[offsets[level] + node] = mass
             if len(mins):
-                mins[offsets[level] + node] = _least(sums, mins, first, level - 1)
+                mins[offsets[level] + node] = _least(sums if level == 1 else mins, first)

@@ -50,6 +50,11 @@ class BoundedLog(Generic[Change]):
             self._forgotten, n_rows, _ = self._changes.popleft()
             self._n_rows -= n_rows
 
+    @property
+    def newest(self) -> int:
+        """Version of the newest change, also if it is forgotten; 0 if there was none."""
+        return self._changes[-1][0] if self._changes else self._forgotten
+
     def forget(self, version: int) -> None:
         """Forget all changes up to a version, so that followers of earlier versions start over."""
         self._changes.clear()
@@ -138,6 +143,11 @@ class ChangeLog:
         """Record that live rows were released and may hold other steps soon."""
         self.version += 1
         self.released_at = self.touched_at = self.version
+
+    @property
+    def reordered_at(self) -> int:
+        """Version of the last removal or renumbering: later changes only added to the index."""
+        return self._removals.newest
 
     def removals_since(self, version: int) -> list[Removal] | None:
         """Removals after a version, oldest first; None if some of them are forgotten, or for version -1."""

@@ -15,12 +15,14 @@ from trajstore.schema import Array
 class ChainSteps:
     """Steps of chains: the index entry of the episode that each lies in, and its position there.
 
-    ``exists`` is False for steps before the start or after the end of a chain; the nearest step stands in for them.
+    ``exists`` is False for steps before the start or after the end of a chain; the nearest step stands in for them,
+    and ``outside`` tells how far from it they would lie: negative before the start.
     """
 
     entry: torch.Tensor
     position: torch.Tensor
     exists: torch.Tensor
+    outside: torch.Tensor
 
 
 class EnvironmentChains:
@@ -61,7 +63,7 @@ class EnvironmentChains:
         wanted = self._before[place][:, None] + position
         near = torch.minimum(torch.maximum(wanted, self._start[place][:, None]), self._stop[place][:, None] - 1)
         found = torch.searchsorted(self._sums, near, right=True)
-        return ChainSteps(self._order[found], near - self._before[found], near == wanted)
+        return ChainSteps(self._order[found], near - self._before[found], near == wanted, wanted - near)
 
 
 def _starts(stop: Array, chain: Array) -> Array:

@@ -6,17 +6,26 @@ at every update. Evictions take steps off the front.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
 import numpy as np
 import torch
 
 from trajstore.sampling.index.change_log import ChangeLog
+from trajstore.sampling.index.episode_facts import LOGICAL, ROW, SHIFT, SOURCE, SPAN_SOURCE, EpisodeFacts
 from trajstore.sampling.index.episode_numbers import EpisodeNumberMap
 from trajstore.sampling.index.episode_overrides import EpisodeOverrides
 from trajstore.sampling.index.episode_tensors import EpisodeTensors
-from trajstore.sampling.index.index_entries import BEGINS, HAS_FINAL, HEADLESS, IndexEntries
+from trajstore.sampling.index.index_entries import (
+    BEGINS,
+    HAS_FINAL,
+    HEADLESS,
+    IndexEntries,
+    RowLocations,
+    joined_entries,
+)
 from trajstore.schema import Array
 
 _MIN_DEAD = 1 << 16  # fewer evicted entries than this are not worth compacting
@@ -33,21 +42,69 @@ class EpisodeIndex(EpisodeTensors):
         changes: The log of all changes, in order.
     """
 
-    def __init__(self, device: torch.device, kernels: ModuleType | None = None) -> None:
-        super().__init__(device, kernels)
+    def __init__(
+        self, device: torch.device, kernels: ModuleType | None = None, growth_kernels: ModuleType | None = None
+    ) -> None:
+        super().__init__(device, kernels, growth_kernels)
         self.n_closed = 0
         self.changes = ChangeLog()
         self.followed_stream = ""
         self.overrides = EpisodeOverrides()
         self._n_closed_spans = 0
+        self._facts = EpisodeFacts(device)
         self._open: IndexEntries | None = None  # open episodes of snapshots
         self._live: tuple[IndexEntries | None, IndexEntries | None] = (None, None)  # of the followed writer
-        self._growing_spans = np.empty((0, 2), np.int64)  # of growing episodes: which one, and where in it
+        self._growing_spans = np.empty((2, 0), np.int64)  # of growing episodes: which one, and where in it
 
     @property
     def version(self) -> int:
         """Number of changes so far."""
         return self.changes.version
+
+    @property
+    def nbytes(self) -> int:
+        """Memory on the device, and that of the entry tables on the host."""
+        return super().nbytes + self._facts.nbytes
+
+    # ---- rows
+
+    def facts(self) -> torch.Tensor:
+        """The table of facts of all entries, on the device; its columns are those of `episode_facts`."""
+        return self._facts.of_entries(self, self.changes, self.n_closed)
+
+    def rows(self, entry: torch.Tensor, position: torch.Tensor) -> RowLocations:
+        """Locations of the steps at ``position`` [B, ...] of entries [B, ...].
+
+        A position counts from the first stored row of the episode.
+        """
+        if self.kernels is not None and entry.dim() == 1:
+            return self._compiled_rows(entry, position)
+        facts = self.facts()[entry]
+        return self.rows_of(facts.view(*entry.shape, *(1,) * (position.dim() - entry.dim()), -1), position)
+
+    def rows_of(self, facts: torch.Tensor, position: torch.Tensor) -> RowLocations:
+        """Locations of steps, from the facts of their episodes, whose axes before the last broadcast."""
+        if self.is_simple:
+            return RowLocations(self._as_source(facts[..., SOURCE]), facts[..., ROW] + position)
+        logical = facts[..., LOGICAL] + position
+        # The number of a row's span is the number of other spans than the first that begin at or before the row.
+        span = torch.searchsorted(self.span_logical.device[1:], logical, right=True)
+        found = self._facts.of_spans(self, self.changes, self._n_closed_spans)[span]
+        return RowLocations(self._as_source(found[..., SPAN_SOURCE]), logical + found[..., SHIFT])
+
+    def _as_source(self, source: torch.Tensor) -> torch.Tensor:
+        """Sources as they are passed on: compiled loops are compiled for contiguous int32."""
+        return source if self.kernels is None else source.to(torch.int32).contiguous()
+
+    def _compiled_rows(self, entry: torch.Tensor, position: torch.Tensor) -> RowLocations:
+        assert self.kernels is not None
+        lead = len(position), math.prod(position.shape[1:])  # not -1, which an empty array does not allow
+        flat = position.numpy().reshape(lead)
+        row, source = torch.empty(position.shape, dtype=torch.int64), torch.empty(position.shape, dtype=torch.int32)
+        spans = self.span_logical.host, self.span_row.host, self.span_source.host, self.is_simple
+        outputs = row.numpy().reshape(lead), source.numpy().reshape(lead)
+        self.kernels.rows(entry.numpy(), flat, self.logical.host, *spans, *outputs)
+        return RowLocations(source, row)
 
     # ---- streams
 
@@ -93,12 +150,11 @@ class EpisodeIndex(EpisodeTensors):
             self._open = open_episodes
         if self.n > self.n_closed:
             self._unregister(np.arange(self.n_closed, self.n))
-        self._write(self.n_closed, self._n_closed_spans, closed)
-        self.n_closed, self._n_closed_spans = self.flags.n, self.span_row.n
         ended, growing = self._live
-        for episodes in (ended, self._open, growing):
-            if episodes is not None and len(episodes.episode):
-                self._write(self.flags.n, self.span_row.n, episodes)
+        tail = [episodes for episodes in (ended, self._open, growing) if episodes is not None]
+        self._write(self.n_closed, self._n_closed_spans, joined_entries([closed, *tail]))
+        self.n_closed += len(closed.episode)
+        self._n_closed_spans += len(closed.span_rows)
         self.n = self.flags.n
 
     def set_live(self, placed: IndexEntries, ended: IndexEntries, growing: IndexEntries) -> None:
@@ -113,19 +169,23 @@ class EpisodeIndex(EpisodeTensors):
         owner = np.repeat(np.arange(len(growing.n_rows)), growing.n_spans)
         offset = np.cumsum(growing.span_rows) - growing.span_rows
         offset = offset - (np.cumsum(growing.n_rows) - growing.n_rows)[owner]
-        self._growing_spans = np.stack([owner, offset], 1)
+        self._growing_spans = np.stack([owner, offset])
         self.append(placed)
         self.changes.episodes_added()
 
     def set_lengths(self, n_rows: Array) -> None:
         """Set the number of rows of the growing episodes of the last `set_live`; nothing else changes."""
-        at, first_span = self.n - len(n_rows), self.span_row.n - len(self._growing_spans)
-        starts = int(self.logical.host[at]) + np.cumsum(n_rows) - n_rows
-        owner, offset = self._growing_spans.T
-        self.logical.rewrite(at + 1, starts + n_rows)
+        owner, offset = self._growing_spans
+        at, first_span = self.n - len(n_rows), self.span_row.n - len(owner)
         before = int(self.step_sums.host[at - 1]) if at else self.step_base
-        self.step_sums.rewrite(at, before + np.cumsum(n_rows))
-        self.span_logical.rewrite(first_span, starts[owner] + offset)
+        if self.growth_kernels is not None:
+            outputs = self.logical.host, self.step_sums.host, self.span_logical.host
+            self.growth_kernels.set_lengths(n_rows, owner, offset, before, *outputs)
+        else:
+            starts = int(self.logical.host[at]) + np.cumsum(n_rows) - n_rows
+            self.logical.rewrite(at + 1, starts + n_rows)
+            self.step_sums.rewrite(at, before + np.cumsum(n_rows))
+            self.span_logical.rewrite(first_span, starts[owner] + offset)
         self.changes.episodes_added()
 
     def _write(self, at: int, at_span: int, new: IndexEntries) -> None:
@@ -153,16 +213,14 @@ class EpisodeIndex(EpisodeTensors):
     def _register(self, start: int, stop: int | None = None) -> None:
         """Make entries findable by stream and episode."""
         stream, episode = self.stream.host[start:stop], self.episode.host[start:stop]
-        np.maximum.at(self.newest, stream, episode)
-        for number in np.unique(stream):
-            chosen = np.flatnonzero(stream == number)
+        for number, chosen in _by_stream(stream):
+            self.newest[number] = max(self.newest[number], episode[chosen].max())
             self._entries[number].put(episode[chosen], start + chosen)
 
     def _unregister(self, entries: Array) -> None:
         stream, episode = self.stream.host[entries], self.episode.host[entries]
-        for number in np.unique(stream):
-            chosen = episode[stream == number]
-            self._entries[number].put(chosen, np.full(len(chosen), -1))
+        for number, chosen in _by_stream(stream):
+            self._entries[number].put(episode[chosen], np.full(len(chosen), -1))
 
     def closed_entries(self, stream: int | None = None) -> IndexEntries:
         """The entries of episodes that ended, of one stream or of all, as they were written."""
@@ -280,3 +338,12 @@ class EpisodeIndex(EpisodeTensors):
         self.n, self.n_closed, self.first = self.n - first, self.n_closed - first, 0
         self._n_closed_spans, self._first_span = self._n_closed_spans - first_span, 0
         self.changes.entries_renumbered()
+
+
+def _by_stream(stream: Array) -> Iterator[tuple[int, Array]]:
+    """Each stream number that occurs, and where; fast in the common case that all are equal."""
+    if len(stream) and (stream == stream[0]).all():
+        yield int(stream[0]), np.arange(len(stream))
+        return
+    for number in np.unique(stream):
+        yield int(number), np.flatnonzero(stream == number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from trajstore.cache.growable_array import GrowableArray
 from trajstore.sampling.index.episode_numbers import EpisodeNumberMap
-from trajstore.sampling.index.index_entries import GONE, HAS_FINAL, RowLocations
+from trajstore.sampling.index.index_entries import GONE, HAS_FINAL
 from trajstore.schema import Array
 
 
@@ -34,11 +33,15 @@ class EpisodeTensors:
         numbers: Stream numbers by stream id.
         newest: Largest episode number seen, by stream number.
         rank: Rank of this session.
+        kernels, growth_kernels: Compiled loops that read and that extend the index, for the CPU.
     """
 
-    def __init__(self, device: torch.device, kernels: ModuleType | None = None) -> None:
+    def __init__(
+        self, device: torch.device, kernels: ModuleType | None = None, growth_kernels: ModuleType | None = None
+    ) -> None:
         self.device = device
         self.kernels = kernels
+        self.growth_kernels = growth_kernels
         self.first = self.n = self.step_base = 0
         self.logical = GrowableArray(np.int64, device)
         self.step_sums = GrowableArray(np.int64, device)
@@ -108,6 +111,9 @@ class EpisodeTensors:
 
     def find(self, stream: Array, episode: Array) -> Array:
         """Entries of episodes by stream number and episode number; -1 for episodes that are not in the index."""
+        if len(stream) and 0 <= stream[0] < len(self._entries) and (stream == stream[0]).all():
+            entries: Array = self._entries[stream[0]].get(episode)  # the common case
+            return entries
         found = np.full(len(stream), -1)
         for number in np.unique(stream):
             if 0 <= number < len(self._entries):
@@ -143,33 +149,21 @@ class EpisodeTensors:
         np.minimum.at(first, self.span_source.host[spans], self.span_row.host[spans])
         return {name: int(first[n + 1]) for name, n in self.numbers.items()}
 
+    def shown_spans(self) -> tuple[Array, Array, Array, Array]:
+        """First logical row, number of rows, first row and source of every span that an episode has."""
+        logical, row, source = (column.host[self._first_span :] for column in self._span_columns())
+        return logical, np.diff(np.append(logical, self.n_rows)), row, source
+
+    def addresses(self) -> tuple[int, ...]:
+        """Memory addresses of the arrays of episodes and spans, the number of spans, and `is_simple`.
+
+        Valid until the next change; in the order that `program_loops` expects.
+        """
+        episodes = self.logical, self.flags, self.t_base, self.stream, self.episode
+        arrays = (array.data_ptr for array in (*episodes, *self._span_columns()))
+        return *arrays, self.span_row.n, self.is_simple
+
     def kernel_arrays(self) -> tuple[Any, ...]:
         """Arrays of episodes and spans that the compiled loops read, on the host."""
         episodes = self.logical.host, self.flags.host, self.t_base.host, self.stream.host, self.episode.host
         return *episodes, self.span_logical.host, self.span_row.host, self.span_source.host, self.is_simple
-
-    def rows(self, entry: torch.Tensor, position: torch.Tensor) -> RowLocations:
-        """Locations of the steps at ``position`` [B, ...] of entries [B, ...].
-
-        A position counts from the first stored row of the episode.
-        """
-        if self.kernels is not None and entry.dim() == 1:
-            return self._compiled_rows(entry, position)
-        lead = entry.shape + (1,) * (position.dim() - entry.dim())
-        if self.is_simple:
-            row = self.span_row.device[entry].view(lead) + position
-            return RowLocations(self.span_source.device[entry].view(lead), row)
-        logical = self.logical.device[entry].view(lead) + position
-        span = torch.searchsorted(self.span_logical.device, logical, right=True).sub_(1)
-        row = self.span_row.device[span] + (logical - self.span_logical.device[span])
-        return RowLocations(self.span_source.device[span], row)
-
-    def _compiled_rows(self, entry: torch.Tensor, position: torch.Tensor) -> RowLocations:
-        assert self.kernels is not None
-        lead = len(position), math.prod(position.shape[1:])  # not -1, which an empty array does not allow
-        flat = position.numpy().reshape(lead)
-        row, source = torch.empty(position.shape, dtype=torch.int64), torch.empty(position.shape, dtype=torch.int32)
-        spans = self.span_logical.host, self.span_row.host, self.span_source.host, self.is_simple
-        outputs = row.numpy().reshape(lead), source.numpy().reshape(lead)
-        self.kernels.rows(entry.numpy(), flat, self.logical.host, *spans, *outputs)
-        return RowLocations(source, row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from trajstore.errors import DataError
+from trajstore.format.handles import Handle, Handles
 from trajstore.format.spans import End, EpisodeSpans, expand_counts
 from trajstore.schema import Array
 
@@ -18,7 +20,12 @@ TRUNCATED = 4
 OPEN = 8
 HEADLESS = 16  # its first steps were evicted
 BEGINS = 32  # its first steps were evicted, and the first remaining step counts as its beginning
+_FLAGS_OF_END = np.zeros(len(End), np.uint8)
+_FLAGS_OF_END[[End.TERMINATED, End.TRUNCATED, End.OPEN]] = TERMINATED, TRUNCATED, OPEN
 MARK = 128  # never set on an episode, so that arithmetic can use it to tell a flag byte from 0
+
+StepIndex = torch.Tensor | Array | Mapping[str, Any] | Handle | Handles | Sequence[Handle]
+"""How a caller names steps; see `handles_of`."""
 
 LIVE = 0  # the source of rows that are not committed yet
 GONE = 1 << 62  # the first remaining step of an episode that was evicted whole
@@ -49,6 +56,12 @@ class IndexEntries:
     span_rows: Array  # number of rows of each span; no span is empty
     span_row: Array
     span_source: Array
+
+    @property
+    def columns(self) -> tuple[Array, ...]:
+        """All arrays, in the order in which they are declared."""
+        facts = self.stream, self.episode, self.env, self.t_base, self.n_rows, self.flags
+        return *facts, self.span_rows, self.span_row, self.span_source
 
     @property
     def n_spans(self) -> Array:
@@ -96,22 +109,55 @@ class IndexEntries:
         )
 
 
+def joined_entries(parts: Sequence[IndexEntries]) -> IndexEntries:
+    """The entries of all parts, one after the other."""
+    filled = [part for part in parts if len(part.episode)]
+    if len(filled) < 2:
+        return filled[0] if filled else parts[0]
+    columns = zip(*(part.columns for part in filled), strict=True)
+    return IndexEntries(*(np.concatenate(arrays) for arrays in columns))
+
+
 def flags_of(end: Array, has_final: Array) -> Array:
     """The flag byte of episodes, from how they ended."""
-    flags: Array = has_final * HAS_FINAL + (end == End.TERMINATED) * TERMINATED
-    flags = flags + (end == End.TRUNCATED) * TRUNCATED + (end == End.OPEN) * OPEN
-    return flags.astype(np.uint8)
+    flags: Array = _FLAGS_OF_END[end] | (has_final * HAS_FINAL).astype(np.uint8)
+    return flags
 
 
-def handles_of(index: Any) -> Array:
-    """The step handles of a batch's ``index``, as a host array ``[batch, 3]``.
+def handles_of(index: Any, numbers: Mapping[str, int]) -> Array:
+    """Steps that a caller names, as a host array ``[batch, 3]``: stream number, episode and t of each.
+
+    Args:
+        index: A batch, its ``index``, or what `append` returned: a `Handle`, `Handles`, or a list of `Handle`.
+        numbers: The number of each stream, by id.
 
     Raises:
-        DataError: ``index`` has another type, dtype or shape.
+        DataError: ``index`` has another type, dtype or shape, or names an unknown stream.
     """
+    if isinstance(index, Handle | Handles):
+        return _from_handles([index], numbers)
+    if isinstance(index, list | tuple) and index and all(isinstance(each, Handle | Handles) for each in index):
+        return _from_handles(index, numbers)
+    if isinstance(index, Mapping) and "index" in index:
+        index = index["index"]
     if not isinstance(index, (torch.Tensor, np.ndarray)):
-        raise DataError(f"index: expected a batch's 'index', int64 of shape (batch, 3), got {type(index).__name__}")
+        raise DataError(
+            "index: expected a batch, its 'index' (int64 of shape (batch, 3)), or handles that append returned; got"
+            f" {type(index).__name__}"
+        )
     handles: Array = index.cpu().numpy() if isinstance(index, torch.Tensor) else index
     if handles.ndim != 2 or handles.shape[1] != 3 or handles.dtype != np.int64:
         raise DataError(f"index: expected int64 of shape (batch, 3), got {handles.dtype} of shape {handles.shape}")
     return handles
+
+
+def _from_handles(handles: Sequence[Handle | Handles], numbers: Mapping[str, int]) -> Array:
+    parts = []
+    for each in handles:
+        if each.stream not in numbers:
+            raise DataError(
+                f"index: this reader has no stream {each.stream!r}; it has {', '.join(numbers) or 'none'}"
+            )
+        episode, t = np.atleast_1d(each.episode).ravel(), np.atleast_1d(each.t).ravel()
+        parts.append(np.stack([np.full(len(t), numbers[each.stream]), episode, t], 1))
+    return np.concatenate(parts).astype(np.int64)

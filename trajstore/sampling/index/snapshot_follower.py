@@ -34,6 +34,7 @@ class SnapshotFollower:
         self._first_rows: dict[str, int] = {}  # by stream: the first row of the last snapshot
         self._own_marks: dict[str, int] = {}  # by stream: rows below are not wanted here, whatever records say
         self._hidden: object = None  # what the last snapshot hid of streams that others continue
+        self._limits: dict[str, int] = {}  # by stream: spans after this many were abandoned in the last snapshot
 
     # ---- snapshots
 
@@ -74,7 +75,10 @@ class SnapshotFollower:
         is_moved = bool(hidden) and any(
             part.first_row != self._first_rows.get(name, 0) for name, part in parts.items()
         )
-        if hidden != self._hidden or is_lost or is_back or is_moved:
+        limits = {name: part.limit for name, part in parts.items() if part.limit is not None}
+        is_other_lineage = any(limits.get(n) != self._limits.get(n) for n in parts.keys() & self._n_spans.keys())
+        self._limits = limits
+        if hidden != self._hidden or is_lost or is_back or is_moved or is_other_lineage:
             self._hidden = hidden
             own = index.closed_entries(index.numbers.get(index.followed_stream, -1))
             index.restart()

@@ -81,8 +81,13 @@ class CachedRows:
 
     def not_ready(self) -> NotReadyError:
         """The error for reading before there is data."""
-        missing = "no step was appended yet" if self._has_writer else "no step is committed"
-        return NotReadyError(f"{self.snapshot!r} is empty: {missing}, so there is nothing to read")
+        where = self.snapshot.storage.display
+        if self._has_writer:
+            return NotReadyError(f"{where} is empty: no step was appended yet, so there is nothing to read")
+        return NotReadyError(
+            f"{where} was empty when this reader was created or last refreshed, so there is nothing to read; call"
+            " refresh() after the first commit"
+        )
 
     def make_cache(self, schema: Schema, live_rows: int, marks: Sequence[int]) -> None:
         """Make the cache, if it does not exist yet, with room for ``live_rows`` rows that are not committed."""

@@ -23,13 +23,18 @@ class IntegerTable:
     def append(self, *columns: Array | int) -> None:
         """Add records, given one array or number for each column; numbers are repeated."""
         n = max(len(c) if isinstance(c, np.ndarray) else 1 for c in columns)
+        self.reserve(n)
+        for i, column in enumerate(columns):
+            self.data[i, self.n : self.n + n] = column
+        self.n += n
+
+    def reserve(self, n: int) -> Array:
+        """Make room for ``n`` more records behind the last; returns `data`."""
         if self.n + n > self.data.shape[1]:
             grown = np.empty((len(self.names), max(64, 2 * (self.n + n))), np.int64)
             grown[:, : self.n] = self.data[:, : self.n]
             self.data = grown
-        for i, column in enumerate(columns):
-            self.data[i, self.n : self.n + n] = column
-        self.n += n
+        return self.data
 
     def keep(self, chosen: Array) -> None:
         """Keep the chosen records, given as positions or as a mask."""

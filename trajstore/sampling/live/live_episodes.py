@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 
 from trajstore.format.spans import End, expand_counts
 from trajstore.sampling.index.change_log import ChangeLog
-from trajstore.sampling.index.index_entries import LIVE, IndexEntries, flags_of
+from trajstore.sampling.index.index_entries import LIVE, IndexEntries
 from trajstore.sampling.live.integer_table import IntegerTable
+from trajstore.sampling.live.live_entries import live_entries
 from trajstore.sampling.live.live_pages import LivePages
 from trajstore.sampling.live.writer_inbox import Amendment, StagedBlock, WriterInbox
 from trajstore.schema import Array
@@ -29,7 +31,6 @@ _COLUMNS = (
 _N_ROWS, _LIVE, _NEXT, _ROOM, _FLOOR = map(_COLUMNS.index, ("n_rows", "live", "next", "room", "floor"))
 _NO_STOP = 1 << 62  # the stop of a span that continues up to the next span of its episode
 _EMPTY = np.empty(0, np.int64)
-_NO_ENTRIES = IndexEntries(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, np.empty(0, np.uint8), _EMPTY, _EMPTY, _EMPTY)
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class LiveEpisodes:
     Args:
         stream: Number of the writer's stream in the index.
         changes: Records aborted episodes and released live rows.
+        kernels: Compiled loops, for caches on the CPU.
 
     Attributes:
         inbox: Receives the reports of the writer.
@@ -71,8 +73,11 @@ class LiveEpisodes:
         keeps_arrivals: Whether to remember the order in which rows arrive, for `take_arrivals`.
     """
 
-    def __init__(self, stream: int, changes: ChangeLog) -> None:
+    def __init__(self, stream: int, changes: ChangeLog, kernels: ModuleType | None = None) -> None:
         self.inbox = WriterInbox()
+        self._kernels = kernels
+        self._n_reports = 0  # reports of the writer that are processed
+        self._counts = np.zeros(3, np.int64)  # output of a compiled loop
         self.pages = LivePages(changes)
         self._changes = changes
         self.keeps_arrivals = False
@@ -101,12 +106,16 @@ class LiveEpisodes:
             Changes that the caller must apply to the cache's live rows, in this order.
         """
         reports = self.inbox.take()
+        self._n_reports = -1
         changes: list[LiveRowChange] = []
         n_done = 0
-        for block, values in reports.blocks:
-            if not self._add_block(block, values, changes):
-                break
-            n_done += 1
+        try:
+            for block, values in reports.blocks:
+                if not self._add_block(block, values, changes):
+                    break
+                n_done += 1
+        finally:
+            self.inbox.end_reading()
         # Amendments come before rows move into the stream. Rows that are still staged hold amended values already.
         changes += [rows for change in reports.amendments if (rows := self._amend(change)) is not None]
         changes += [self._place(spans) for spans in reports.commits if len(spans)]
@@ -116,7 +125,47 @@ class LiveEpisodes:
                 self._add_staged(staging, changes)
             if self.inbox.take_drop():
                 self._drop_uncommitted()
+        if n_done == len(reports.blocks):
+            self._n_reports = reports.n_reports
         return changes
+
+    def take_staged(self, staging: Staging, columns: Array) -> bool:
+        """Process what was appended since the last call in one compiled loop, which also copies the rows.
+
+        Args:
+            staging: The staging being filled; the caller holds the writer's lock.
+            columns: Where rows are copied from and to; see `ChunkCache.live_columns`.
+
+        Returns:
+            False, with nothing changed, if there is something that only `take` can process.
+        """
+        inbox, table, spans, pages, kernels = self.inbox, self._episodes, self._spans, self.pages, self._kernels
+        if inbox.n_reports != self._n_reports or kernels is None or staging.any_dropped or self.is_full:
+            return False
+        first, stop = inbox.n_rows, staging.n
+        n, has_ends = stop - first, staging.n_ends > inbox.n_ends
+        if n:
+            facts = table.reserve(n), table.n, spans.reserve(n), spans.n, pages.free, pages.n_free, pages.page_rows
+            if not kernels.add_rows(staging.episode, staging.env, first, stop, *facts, columns, self._counts):
+                return False
+            n_episodes, n_pages, n_evicted = self._counts.tolist()
+            table.n, spans.n = table.n + n_episodes, spans.n + n_pages
+            if n_pages:
+                pages.take(n_pages)  # the loop has used them in this order
+            if self.keeps_arrivals:
+                self._arrivals.append(staging.episode[first:stop].copy())
+            self._is_longer = True
+            self._is_changed = self._is_changed or bool(n_episodes or n_pages or n_evicted)
+        if has_ends:
+            self._end_episodes(staging.ends(inbox.n_ends))
+            self._is_changed = True
+        inbox.mark_processed(stop, staging.n_ends - inbox.n_ends)
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the writer has reported nothing since everything was processed; staged rows are no reports."""
+        return self.inbox.n_reports == self._n_reports
 
     @property
     def is_full(self) -> bool:
@@ -137,7 +186,7 @@ class LiveEpisodes:
             if add(staging, new, changes):
                 inbox.mark_processed(staging.n)
                 return
-        block = inbox.block_of(staging, copy=False)
+        block = inbox.block_of(staging)
         if self._add_block(block, block.values, changes):
             inbox.mark_processed(staging.n, len(block.ends))
 
@@ -201,7 +250,7 @@ class LiveEpisodes:
         return True
 
     def _add_block(self, block: StagedBlock, values: dict[str, Array] | None, changes: list[LiveRowChange]) -> bool:
-        """Add the rows of a block; returns False and does nothing if too few pages are free.
+        """Copy the rows of a block; returns False and does nothing if too few pages are free.
 
         ``values`` are None if the rows are durable: they get no live rows, because the stream has them.
         """
@@ -360,7 +409,8 @@ class LiveEpisodes:
 
     def take_arrivals(self) -> Array:
         """The episode of each row processed since the last call, in order of arrival."""
-        arrived, self._arrivals = np.concatenate([_EMPTY, *self._arrivals]), []
+        parts, self._arrivals = self._arrivals, []
+        arrived = parts[0] if len(parts) == 1 else np.concatenate([_EMPTY, *parts])
         aborted, self._aborted = self._aborted, []
         # The writer may have dropped rows of aborted episodes before they arrived, so none of their rows count.
         return arrived[~np.isin(arrived, np.concatenate(aborted))] if aborted else arrived
@@ -406,7 +456,10 @@ class LiveEpisodes:
         # In order of their ends, even if later ones became durable first: the order must not depend on the disk.
         n_placed = len(ended) if is_placed.all() else int(np.argmin(is_placed))
         growing = np.flatnonzero(table["end"] == End.OPEN)
-        entries = tuple(self._entries(slots) for slots in (ended[:n_placed], ended[n_placed:], growing))
+        entries = tuple(
+            live_entries(table, self._spans, slots, self._stream, self._kernels)
+            for slots in (ended[:n_placed], ended[n_placed:], growing)
+        )
         is_done = np.zeros(table.n, bool)
         is_done[ended[:n_placed]] = True
         if n_placed:
@@ -414,24 +467,3 @@ class LiveEpisodes:
         growing = np.flatnonzero(table["end"] == End.OPEN)
         self._growing = growing[(table["n_rows"] - table["floor"])[growing] > 0]
         return entries[0], entries[1], entries[2]
-
-    def _entries(self, slots: Array) -> IndexEntries:
-        if not len(slots):
-            return _NO_ENTRIES
-        table, spans = self._episodes, self._spans
-        slots = slots[(table["n_rows"] - table["has_final"] - table["floor"])[slots] > 0]
-        rank = np.full(table.n, -1)
-        rank[slots] = np.arange(len(slots))
-        owner = rank[np.searchsorted(table["episode"], spans["episode"])]
-        mine = np.flatnonzero(owner >= 0)
-        mine = mine[np.lexsort((spans["t"][mine], owner[mine]))]
-        t, stop = spans["t"][mine], table["n_rows"][slots][owner[mine]]
-        is_followed = np.flatnonzero(owner[mine][1:] == owner[mine][:-1])
-        stop[is_followed] = t[is_followed + 1]
-        flags, floor = flags_of(table["end"][slots], table["has_final"][slots]), table["floor"][slots]
-        stream, n_rows = np.full(len(slots), self._stream), table["n_rows"][slots] - floor
-        start = np.maximum(t, floor[owner[mine]])
-        is_kept = stop > start
-        mine, row = mine[is_kept], (spans["row"][mine] + start - t)[is_kept]
-        facts = stream, table["episode"][slots], table["env"][slots], floor, n_rows
-        return IndexEntries(*facts, flags, (stop - start)[is_kept], row, spans["source"][mine])

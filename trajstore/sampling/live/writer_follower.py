@@ -32,22 +32,34 @@ class WriterFollower:
     Attributes:
         episodes: Episodes that are not committed whole.
         n_placed: Rows of the writer's stream that the index knows as committed; a few more may be durable.
+        is_stopped: Whether `stop` was called.
     """
 
     def __init__(
         self, writer: Writer, index: EpisodeIndex, rows: CachedRows, marks: Callable[[], list[int]]
     ) -> None:
-        self.episodes = LiveEpisodes(index.number_of(writer.stream), index.changes)
+        self.episodes = LiveEpisodes(index.number_of(writer.stream), index.changes, index.growth_kernels)
         self.n_placed = 0
+        self.is_stopped = False
         self._writer, self._index, self._rows, self._marks = writer, index, rows, marks
         self._record: CommitRecord | None = None  # the newest commit that the cache knows
+        self._seen: tuple[Staging | None, int, int] = (None, 0, 0)  # what was staged when everything was shown
         self._is_torn = False
+        self._commits_early = False  # whether the live rows take less than the writer buffers
         index.followed_stream = writer.stream
         index.rank = writer.rank or 0
 
     def start(self) -> None:
         """Let the writer report from now on. This can't be undone."""
         self._writer.set_append_listener(self.episodes.inbox)
+
+    def stop(self) -> None:
+        """Show nothing that the writer does from now on.
+
+        Called before the writer is closed, which ends open episodes as cut or drops steps. Other threads may draw
+        until everything is closed, and to them these episodes have not ended.
+        """
+        self.is_stopped = True
 
     @property
     def record(self) -> CommitRecord | None:
@@ -70,20 +82,52 @@ class WriterFollower:
         """
         if self._is_torn:
             raise DataError("this reader lost track of its writer in an earlier error; make a new reader")
-        rows = self._rows
-        with self._writer.locked_staging(blocking=waits or not rows.has_cache) as staging:
+        writer, rows, counts = self._writer, self._rows, self._writer.staged_counts
+        if counts == self._seen and counts[0] is not None and not waits and self._is_idle:
+            return False
+        is_locked = writer.lock_staging(waits or not rows.has_cache)
+        try:
+            staging = writer.staging if is_locked else None
             if not rows.has_cache and not self._make_cache(staging):
                 return None
-            self._is_torn = True  # until everything that is taken is where it belongs
-            changes = self.episodes.take(staging)
+            self._take(staging)
+            needs_commit = may_commit and self.episodes.is_full and self.episodes.is_behind(staging)
+            if self._commits_early and staging is not None and self.episodes.pages.is_half_taken:
+                writer.begin_commit()  # in the background, so that live rows become free before they run out
+        finally:
+            if is_locked:
+                writer.unlock_staging()
+        self.show()
+        return needs_commit
+
+    @property
+    def _is_idle(self) -> bool:
+        """Whether the writer has committed and reported nothing since everything was shown."""
+        is_early = self._commits_early and self.episodes.pages.is_half_taken
+        return self.episodes.is_idle and self._writer.record is self._record and not is_early
+
+    def _take(self, staging: Staging | None) -> None:
+        """Take over what the writer appended, committed and amended since the last call."""
+        episodes, rows = self.episodes, self._rows
+        self._is_torn = True  # until everything that is taken is where it belongs
+        columns = None
+        if staging is not None and self._index.growth_kernels is not None and self._writer.record is self._record:
+            columns = rows.cache.live_columns(staging.addresses)
+        if staging is None or columns is None or not episodes.take_staged(staging, columns):
+            changes = episodes.take(staging)
+            rows.cache.n_live_used = episodes.pages.n_used_rows
             with rows.access():
                 self._advance(self._writer.record)
                 for change in changes:
                     self._apply(change)
-            self._is_torn = False
-            needs_commit = may_commit and self.episodes.is_full and self.episodes.is_behind(staging)
-        self.show()
-        return needs_commit
+                if episodes.pages.is_unused:
+                    rows.cache.discard_live()
+                    episodes.pages.n_used_rows = 0
+        rows.cache.n_live_used = episodes.pages.n_used_rows
+        self._is_torn = False
+        self._seen = (None, 0, 0)
+        if staging is not None and not (episodes.is_full and episodes.is_behind(staging)):
+            self._seen = staging, staging.n, staging.n_ends
 
     def show(self) -> None:
         """Write changed episodes into the index."""
@@ -131,12 +175,9 @@ class WriterFollower:
         capacity = staging.capacity if staging is not None else 0
         budget = self._rows.budget
         spare = min(_SPARE_ROWS, budget // 8 // max(1, schema.row_bytes))
-        n_rows = 2 * capacity + max(spare, capacity // 2, _MIN_LIVE_ROWS)
-        if n_rows * schema.row_bytes > budget // 2:
-            raise ValueError(
-                f"cache_bytes: {n_rows * schema.row_bytes} bytes for steps that are not committed yet take more"
-                f" than half of {budget}; raise cache_bytes or lower the writer's buffer_bytes"
-            )
+        wanted = 2 * capacity + max(spare, capacity // 2, _MIN_LIVE_ROWS)
+        n_rows = max(1, min(wanted, budget // 2 // max(1, schema.row_bytes)))  # at most half of the cache
         self._rows.make_cache(schema, n_rows, self._marks())
         self.episodes.pages.set_rows(n_rows)
+        self._commits_early = n_rows < wanted
         return True

@@ -22,6 +22,7 @@ class PriorityColumn:
     Attributes:
         initial: The priority of new steps; None stands for the largest priority so far.
         largest: The largest priority so far.
+        may_be_zero: Whether a step may have the priority 0.
         steps: The table that holds the column.
     """
 
@@ -29,7 +30,13 @@ class PriorityColumn:
         self.steps = steps
         self.initial = initial
         self.largest = 1.0 if initial is None else initial
+        self.may_be_zero = initial == 0.0
         self._column = steps.attach(COLUMN, torch.float32, initial=self.initial_value)
+
+    def set_initial(self, initial: float | None) -> None:
+        """Change the priority of new steps."""
+        self.initial = initial
+        self.may_be_zero |= self.initial_value() == 0.0
 
     def initial_value(self) -> float:
         """The priority that a step gets when it is first seen."""
@@ -43,12 +50,6 @@ class PriorityColumn:
     @property
     def size(self) -> int:
         return self.steps.size
-
-    def set(self, address: Array, values: Array) -> None:
-        """Overwrite priorities, which the caller has checked; the last of several at one address counts."""
-        self.steps.set(COLUMN, address, values)
-        if len(values):
-            self.largest = max(self.largest, float(values.max()))
 
     def get(self, address: Array) -> Array:
         """Priorities at addresses, on the host."""
@@ -76,6 +77,7 @@ class PriorityColumn:
                     f" {_description(values)}"
                 )
             self.largest = max(self.largest, float(values.max(initial=0.0)))
+            self.may_be_zero |= bool((values == 0).any())
 
 
 def _description(values: Array) -> str:

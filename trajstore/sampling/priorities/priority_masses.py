@@ -40,6 +40,11 @@ class PriorityMasses:
         """The factor from raw masses to integer masses."""
         return self._scale
 
+    @property
+    def eps(self) -> float:
+        """Added to every priority."""
+        return float(self._options.eps)
+
     def is_stale(self, n_batches: int, column: PriorityColumn) -> bool:
         """Whether `rescale` must be called before the next draw."""
         is_ranked = self._options.kind == "rank"
@@ -55,20 +60,23 @@ class PriorityMasses:
         self._may_be_loose = False
         return bool(self.raw(column.maximum()) * 2 ** (_HEADROOM_BITS + _SLACK_BITS) < self._limit)
 
-    def exceeds_scale(self, values: Array) -> bool:
-        """Whether new priorities are too large for the scale.
+    def exceeds_scale(self, largest: float) -> bool:
+        """Whether new priorities, the largest of which is given, are too large for the scale.
 
         Raises:
-            DataError: A priority has no finite mass.
+            DataError: The priority has no finite mass.
         """
-        if self._options.kind == "rank" or not len(values):
-            return False
-        return self.raw(float(values.max())) > self._limit
+        return self._options.kind != "rank" and self.raw(largest) > self._limit
 
-    def note_replaced(self, old: Array, new: Array) -> None:
-        """Record that priorities were replaced: without its largest ones, the scale may be too coarse."""
-        if len(old) and self.raw(float(old.max())) * 2 ** (_HEADROOM_BITS + 1) >= self._limit:
-            self._may_be_loose = self.raw(float(new.max())) * 2 ** (_HEADROOM_BITS + _SLACK_BITS) < self._limit
+    def note_replaced(self, old: float, new: float) -> None:
+        """Record that priorities were replaced: without its largest ones, the scale may be too coarse.
+
+        Args:
+            old: The largest priority that was replaced.
+            new: The largest of those that replace them.
+        """
+        if self.raw(old) * 2 ** (_HEADROOM_BITS + 1) >= self._limit:
+            self._may_be_loose = self.raw(new) * 2 ** (_HEADROOM_BITS + _SLACK_BITS) < self._limit
 
     def raw(self, priority: float) -> float:
         """(p + eps)^alpha.
@@ -97,15 +105,29 @@ class PriorityMasses:
 
     def masses(self, priority: torch.Tensor) -> torch.Tensor:
         """Masses of priorities: 0 for a priority of 0, at least 1 for any other."""
-        value = priority.to(torch.float64)
         if self._sorted_priorities is None:
-            raw = (value + self._options.eps).pow(self._options.alpha)
+            raw = priority.to(torch.float64, copy=True).add_(self._options.eps).pow_(self._options.alpha)
         else:
-            n = len(self._sorted_priorities)
-            rank = n - torch.searchsorted(self._sorted_priorities, priority, right=True) + 1
-            raw = rank.to(torch.float64).reciprocal().pow(self._options.alpha)
-        mass = (raw * self._scale).round_().to(torch.int64).clamp_(min=1)
-        return torch.where(value > 0, mass, 0)
+            raw = self._raw_of_ranks(priority, self._sorted_priorities)
+        mass = raw.mul_(self._scale).round_().to(torch.int64).clamp_(min=1)
+        return mass.mul_(priority > 0)
+
+    def _raw_of_ranks(self, priority: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        rank = len(known) - torch.searchsorted(known, priority, right=True) + 1
+        return rank.to(torch.float64).reciprocal_().pow_(self._options.alpha)
+
+    def raw_masses(self, priority: Array, raised: Array) -> Array:
+        """What `masses` multiplies by `scale` and rounds, for compiled loops.
+
+        Args:
+            priority: Priorities on the host.
+            raised: The same plus `eps`, as float64. The result may overwrite it.
+        """
+        # torch.pow, not that of numpy or numba: another rounding would change masses, and so batches.
+        if self._sorted_priorities is None:
+            torch.from_numpy(raised).pow_(self._options.alpha)
+            return raised
+        return self._raw_of_ranks(torch.from_numpy(priority), self._sorted_priorities).numpy()
 
     def state_dict(self) -> dict[str, Any]:
         ranks = self._sorted_priorities

@@ -12,6 +12,7 @@ from trajstore.errors import DataError
 from trajstore.format.spans import expand_ranges
 from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where
 from trajstore.sampling.draws import DrawScope, first_recent
+from trajstore.sampling.priorities.compiled_priorities import CompiledPriorities, DrawnArrays, PriorityUpdate
 from trajstore.sampling.priorities.priority_column import PriorityColumn
 from trajstore.sampling.priorities.priority_masses import PriorityMasses
 from trajstore.sampling.priorities.priority_options import Priorities
@@ -44,6 +45,8 @@ class PrioritisedWindows:
 
 def concat_prioritised(parts: list[PrioritisedWindows]) -> PrioritisedWindows:
     """The windows of several draws, as one."""
+    if len(parts) == 1:
+        return parts[0]
     windows = concat_drawn([part.windows for part in parts])
     return PrioritisedWindows(windows, torch.cat([part.probability for part in parts]))
 
@@ -61,6 +64,7 @@ class PriorityTree:
         options: ``over``, ``max_uses`` and ``normalize`` count here.
         windows: The window kind.
         where: Restricts the tree to some episodes.
+        compiled: Compiled loops, for the CPU.
 
     Attributes:
         kind: The window kind, as of the last `follow`.
@@ -73,6 +77,7 @@ class PriorityTree:
         options: Priorities,
         windows: Windows,
         where: Where | None,
+        compiled: CompiledPriorities | None = None,
     ) -> None:
         self._assembler = assembler
         self._column = column
@@ -82,6 +87,9 @@ class PriorityTree:
         self._where = where
         with_min = options.normalize == "buffer"
         self._tree = SumTree(assembler.device, compiled=assembler.kernels is not None, with_min=with_min)
+        self._compiled = compiled
+        # Whether a window has the priority of the step that it starts at.
+        self._is_simple = options.over == "start" or windows.length == 1
         self._seen = _NEVER  # versions of the index and of the step table
         self._n_closed = 0
         self._tail = np.empty((4, 0), np.int64)  # of open episodes: stream, episode, first t, t where starts stop
@@ -89,20 +97,24 @@ class PriorityTree:
 
     @property
     def total(self) -> int:
-        """The sum of all masses."""
-        return int(self._tree.total)
+        """The sum of all masses; on a device, the host waits for it."""
+        arrays = self._tree.arrays
+        return int(self._tree.total if arrays is None else arrays[0][0])
 
     # ---- following the index
 
     def follow(self, masses: PriorityMasses) -> None:
         """Take over episodes and steps that came, moved or were evicted since the last call."""
         index = self._assembler.index
-        self.kind = self._assembler.kind(self._windows, self._where)
         seen = (index.version, self._steps.version)
         if seen == self._seen:
             return
+        self.kind = self._assembler.kind(self._windows, self._where)
         removals = index.changes.removals_since(self._seen[0])
         changes = self._steps.changes_since(self._seen[1])
+        if removals == [] and changes == [] and self._follow_new_starts(masses):
+            self._seen = seen
+            return
         is_same = removals is not None and not any(removal.is_renumbered for removal in removals)
         if not is_same or changes is None or self._where is not None or self.kind.starts.chains is not None:
             self._rebuild(masses)
@@ -116,7 +128,26 @@ class PriorityTree:
         tail = slice(index.n_closed, index.n)
         base = index.t_base.host[tail]
         stop = self._start_range(np.arange(index.n_closed, index.n))[1] + base
-        self._tail = np.stack([index.stream.host[tail], index.episode.host[tail], base, stop])
+        self._tail = np.stack([index.stream.host[tail], index.episode.host[tail], base, stop]).astype(np.int64)
+
+    def _follow_new_starts(self, masses: PriorityMasses) -> bool:
+        """Follow open episodes that got longer, by compiled loops; returns False if anything else may matter."""
+        compiled, starts, index = self._compiled, self.kind.starts, self._assembler.index
+        if index.n_closed != self._n_closed or index.n - index.n_closed != self._tail.shape[1]:
+            return False
+        is_plain = self._is_simple and self._options.max_uses is None and not self._windows.lead
+        if compiled is None or not is_plain or self._where is not None or starts.chains is not None:
+            return False
+        address = compiled.new_starts(index, starts, self._tail)
+        if address is None:
+            return False
+        if self._tree.n != self._steps.size:
+            self._tree.resize(self._steps.size)
+        if len(address):
+            value = self._column.get(address)
+            raw = masses.raw_masses(value, value + np.float64(masses.eps))
+            compiled.put(self._tree, starts, address, value, raw, masses.scale, are_starts=True)
+        return True
 
     def _follow_change(self, change: AddressChange) -> None:
         """Move the masses of steps that have a new address, and clear those of steps that have none."""
@@ -230,22 +261,16 @@ class PriorityTree:
 
     # ---- following priorities
 
-    def update_steps(self, on_device: torch.Tensor, address: Array, masses: PriorityMasses) -> None:
-        """Recompute the masses of all windows that contain steps whose priority changed.
-
-        Args:
-            on_device: Addresses of the steps, on the device.
-            address: The same addresses, on the host.
-            masses: Converts priorities.
-        """
-        is_simple = self._options.over == "start" or self._windows.length == 1
+    def update_steps(self, address: Array, masses: PriorityMasses) -> None:
+        """Recompute the masses of all windows that contain the steps at addresses, whose priority changed."""
         if not len(address):
             return
-        if not is_simple and self.kind.starts.chains is not None:
+        if not self._is_simple and self.kind.starts.chains is not None:
             self._seen = _NEVER  # the next `follow` rebuilds the tree
             return
         self.follow(masses)
-        if is_simple:
+        if self._is_simple:
+            on_device = torch.from_numpy(address).to(self._assembler.device)
             old = self._tree.get(on_device)
             self._set_starts(on_device, address, old, masses.masses(self._start_priorities(on_device)))
             return
@@ -278,28 +303,38 @@ class PriorityTree:
         entries, starts = pairs[0][order], pairs[1][order]
         self._compute(entries, starts, starts + 1, masses)
 
+    def put_update(self, update: PriorityUpdate, raw: Array, masses: PriorityMasses) -> bool:
+        """Do the same for an update whose raw masses are known; returns False if `update_steps` has to do it."""
+        if self._compiled is None or not self._is_simple or self._options.max_uses is not None:
+            return False
+        self.follow(masses)
+        self._compiled.put(self._tree, self.kind.starts, update.address, update.value, raw, masses.scale)
+        return True
+
     # ---- drawing
+
+    def draw_into(self, out: DrawnArrays, rng: CounterRng, stratified: bool, beta: float) -> bool:
+        """Draw windows with weights into arrays, by one compiled loop; returns False if that is not possible."""
+        if self._compiled is None:
+            return False
+        self._compiled.draw(self._tree, out, rng, stratified, beta)
+        return True
 
     def draw(self, n: int, rng: CounterRng, scope: DrawScope, stratified: bool) -> PrioritisedWindows:
         """Draw windows with replacement, in proportion to their masses."""
         if scope.is_recent:
             return self._draw_recent(n, rng, scope)
         address, mass = self._tree.draw(n, rng, stratified=stratified)
-        return self._windows_at(address, self._probability(mass), rng)
+        return self._windows_at(address, self._tree.fractions(mass), rng)
 
     def draw_with_addresses(self, n: int, rng: CounterRng) -> tuple[Array, PrioritisedWindows]:
         """Draw windows; returns also the addresses of the steps at which they start, on the host."""
         address, mass = self._tree.draw(n, rng)
-        return address.cpu().numpy(), self._windows_at(address, self._probability(mass), rng)
-
-    def _probability(self, mass: torch.Tensor) -> torch.Tensor:
-        return mass.to(torch.float64) / self._tree.total.to(torch.float64)
+        return address.cpu().numpy(), self._windows_at(address, self._tree.fractions(mass), rng)
 
     def _windows_at(self, address: torch.Tensor, probability: torch.Tensor, rng: CounterRng) -> PrioritisedWindows:
-        entry, position = self._steps.steps(address.cpu().numpy())
-        device = self._assembler.device
-        entries, start = (torch.from_numpy(a).to(device) for a in (entry, position))
-        return PrioritisedWindows(self.kind.starts.with_n(DrawnWindows(entries, start), rng), probability)
+        windows = DrawnWindows(*self._steps.ranges.steps_on_device(address))
+        return PrioritisedWindows(self.kind.starts.with_n(windows, rng), probability)
 
     def _first_recent(self, scope: DrawScope) -> int:
         return first_recent(self.kind, scope) if scope.is_recent else 0
@@ -331,14 +366,14 @@ class PriorityTree:
         chosen = self._tree.get(drawn)
         is_recent = torch.from_numpy(np.isin(drawn.cpu().numpy(), address)).to(device)
         share = chosen.to(torch.float64) / float(sums[-1]) * is_recent
-        return self._windows_at(drawn, share * fraction + self._probability(chosen) * (1 - fraction), rng)
+        return self._windows_at(drawn, share * fraction + self._tree.fractions(chosen) * (1 - fraction), rng)
 
     def draw_uniform(self, n: int, rng: CounterRng, scope: DrawScope) -> PrioritisedWindows:
         """Draw windows uniformly, with the probability that their priorities would give them."""
         windows = self.kind.starts.draw(n, rng, self._first_recent(scope))
         entry, start = windows.entry.cpu().numpy(), windows.start.cpu().numpy()
         address = torch.from_numpy(self._steps.addresses(entry, start.clip(0))).to(self._assembler.device)
-        probability = self._probability(self._tree.get(address))
+        probability = self._tree.fractions(self._tree.get(address))
         if scope.is_recent:
             probability = probability * (self._tree.total.to(torch.float64) / self.recent_total(scope))
         return PrioritisedWindows(windows, probability)
@@ -354,8 +389,10 @@ class PriorityTree:
 
         Windows of priority 0 count only if a part is drawn uniformly.
         """
-        counts = (1 - uniform) * (not uniform or self._is_all_positive)
-        return self._probability(self._tree.smallest) * counts + uniform / self.n_windows(scope)
+        if not uniform:
+            return self._tree.fractions(self._tree.smallest)
+        counts = (1 - uniform) * self._is_all_positive
+        return self._tree.fractions(self._tree.smallest) * counts + uniform / self.n_windows(scope)
 
     @property
     def _is_all_positive(self) -> bool:

@@ -9,7 +9,8 @@ import torch
 
 from trajstore.errors import DataError
 from trajstore.sampling.compiled.selection import compiled_loops
-from trajstore.sampling.rng import CounterRng
+from trajstore.sampling.rng import HALF_SHIFTS, CounterRng
+from trajstore.sampling.triton.tree_launches import MAX_PUT, tree_launches
 from trajstore.schema import Array
 
 BITS = 4  # log2 of the fan-out: a row of 16 children is two cache lines
@@ -17,6 +18,7 @@ NO_POSITIVE_MASS = (1 << 63) - 1  # the value of `SumTree.smallest` if no mass i
 
 _FAN_OUT = 1 << BITS
 _SCANNED = 4096  # largest level that tensor operations search as a whole, instead of going down three levels to it
+_WIDE = 1 << 2 * BITS  # children that they search together, two levels below a node
 _LOW_31 = (1 << 31) - 1
 
 
@@ -50,10 +52,10 @@ class _Layout(NamedTuple):
 class SumTree:
     """Leaves with int64 masses, drawn with probability mass / total. A leaf of mass 0 is never drawn.
 
-    Sums are exact and random numbers depend only on seed and counter, so compiled loops (on the CPU) and tensor
-    operations (on any device) give the same results. The caller ensures that indexes exist, masses are >= 0 and the
-    total is at most 2**62. Compiled loops check the first two; tensor operations do not, because that would make
-    the host wait for the device. Not thread-safe.
+    Sums are exact and random numbers depend only on seed and counter, so compiled loops (on the CPU), kernels (on a
+    GPU, if Triton is installed) and tensor operations (on any device) give the same results. The caller ensures
+    that indexes exist, masses are >= 0 and the total is at most 2**62. Compiled loops check the first two; the
+    others do not, because that would make the host wait for the device. Not thread-safe.
 
     Args:
         device: Where the tree is, and all tensors that its methods take and return.
@@ -65,6 +67,7 @@ class SumTree:
         self._device = device
         self._with_min = with_min
         self._kernels = compiled_loops(device, compiled, "sum_tree_loops")
+        self._launches = tree_launches(device) if self._kernels is None else None
         self._n = 0
         self._allocate(0)
         self._leaves = self._levels[0][:0]
@@ -75,7 +78,8 @@ class SumTree:
         # The minima have the same layout without leaves: a leaf's minimum is its mass.
         n_mins = layout.offsets[0] if self._with_min else 0
         if self._kernels is None:
-            sums = torch.zeros(layout.size, dtype=torch.int64, device=self._device)
+            spare = _WIDE if layout.lengths[0] > _SCANNED else 0  # behind the last row; see `_set_views`
+            sums = torch.zeros(layout.size + spare, dtype=torch.int64, device=self._device)
             mins = torch.full((n_mins,), NO_POSITIVE_MASS, dtype=torch.int64, device=self._device)
         else:
             self._arrays = (
@@ -86,12 +90,23 @@ class SumTree:
             sums, mins = map(torch.from_numpy, self._arrays[:2])
         self._layout, self._sums, self._mins = layout, sums, mins
         self._set_views(layout)
+        if self._launches is not None:
+            self._launches.set_tree(sums, layout.offsets, layout.lengths)
 
     def _set_views(self, layout: _Layout) -> None:
         """Prepare the views and constants that tensor operations need at every call."""
         self._levels = layout.views(self._sums)
-        n_below = sum(length > _SCANNED for length in layout.lengths)
-        self._top, self._rows = self._levels[n_below], [v.view(-1, _FAN_OUT) for v in self._levels[:n_below]]
+        if self._kernels is None:
+            level = sum(length > _SCANNED for length in layout.lengths)
+            self._top, self._rows = self._levels[level], []
+            self._top_sums = self._top.new_zeros(len(self._top) + 1)
+            self._half_shifts = torch.tensor(HALF_SHIFTS, device=self._device)
+            while level:  # two levels at a time, the first time one level if their number is odd
+                width = _FAN_OUT if level % 2 else _WIDE
+                level -= 1 if level % 2 else 2
+                # The last row may run into other numbers behind its level, which no number below the total reaches.
+                n_rows, at = -(-layout.lengths[level] // width), layout.offsets[level]
+                self._rows.append(self._sums[at : at + n_rows * width].view(n_rows, width))
         # A change of leaf i changes the positions (i >> shift) + offset: one in each level, and the count at 1.
         shifts = [BITS * level for level in range(len(layout.offsets))]
         self._shifts = torch.tensor([*shifts, 63], device=self._device).unsqueeze(1)
@@ -108,9 +123,18 @@ class SumTree:
         return self._sums.nbytes + self._mins.nbytes
 
     @property
+    def arrays(self) -> tuple[Array, Array, Array, int] | None:
+        """Sums, minima and offsets of levels for compiled loops, and `n`; None without compiled loops."""
+        return None if self._kernels is None else (*self._arrays, self._n)
+
+    @property
     def total(self) -> torch.Tensor:
         """The sum of all masses: a copy, on the device."""
         return self._sums[0].clone()
+
+    def fractions(self, mass: torch.Tensor) -> torch.Tensor:
+        """Masses divided by the total, as float64."""
+        return mass.to(torch.float64).div_(self._sums[0])
 
     @property
     def n_positive(self) -> torch.Tensor:
@@ -179,6 +203,14 @@ class SumTree:
             )
 
     def _put(self, index: torch.Tensor, mass: torch.Tensor) -> None:
+        if self._launches is not None and len(index) <= MAX_PUT:
+            self._launches.put(index, mass)
+        else:
+            self._put_with_tensors(index, mass)
+        if self._with_min:
+            self._put_minima(index)
+
+    def _put_with_tensors(self, index: torch.Tensor, mass: torch.Tensor) -> None:
         index, order = torch.sort(index, stable=True)
         is_last = torch.diff(index, append=index.new_full((1,), -1)) != 0
         old = self._leaves.index_select(0, index)
@@ -189,8 +221,6 @@ class SumTree:
         where = (index >> self._shifts).add_(self._offsets)
         changes = torch.cat((change.expand(len(where) - 1, -1), n_more.unsqueeze(0)))
         self._sums.index_add_(0, where.view(-1), changes.view(-1))
-        if self._with_min:
-            self._put_minima(index)
 
     def _put_minima(self, index: torch.Tensor) -> None:
         node = index
@@ -255,6 +285,8 @@ class SumTree:
         """
         self._check("find", x)
         self._check_not_empty("find")
+        if self._launches is not None:
+            return self._launches.find(x, self._n)
         if self._kernels is None:
             return self._descend(x.clamp(min=0))
         leaf, rest = np.empty(len(x), np.int64), x.numpy().copy()
@@ -281,6 +313,8 @@ class SumTree:
                 because that would make the host wait for the device: they return leaves of mass 0.
         """
         self._check_not_empty("draw")
+        if self._launches is not None:
+            return self._launches.draw(n, self._n, rng.signed_seed, rng.take(n), stratified)
         if self._kernels is None:
             leaf = self._descend(self._numbers(n, rng, stratified))
             return leaf, self.get(leaf)
@@ -294,30 +328,37 @@ class SumTree:
 
     def _numbers(self, n: int, rng: CounterRng, stratified: bool) -> torch.Tensor:
         """Return ``n`` numbers uniform in [0, total)."""
-        bits, total = rng.bits(n, self._device), self._sums[0]
+        halves, total = rng.halves(n, self._half_shifts), self._sums[0]
         if not stratified:
-            return _scaled(bits, total)
+            return _scaled(halves, total)
         # total * i // n, computed in two parts that do not overflow.
         i, parts = torch.arange(n + 1, device=self._device), max(n, 1)
         edges = (total // parts * i).add_((total % parts * i) // parts)
-        return _scaled(bits, edges[1:] - edges[:-1]).add_(edges[:-1])
+        return _scaled(halves, edges[1:] - edges[:-1]).add_(edges[:-1])
 
     def _descend(self, x: torch.Tensor) -> torch.Tensor:
-        """Search from a level of few nodes down to the leaves; a node starts where the node before it ends.
+        """Search from a level of few nodes down to the leaves.
 
-        The last child that starts at or before x holds x: a child of mass 0 starts where the next child does.
+        The first child whose sum with all children before it is above x holds x. None is if x is not below the
+        total: then some child is taken.
         """
-        starts = _starts(self._top, 0)
-        node = torch.searchsorted(starts, x, right=True).sub_(1)
-        rest = x.sub(starts.index_select(0, node)).unsqueeze_(1)
-        for level in reversed(self._rows):
-            # The node can be padding, which has no children, only if x is not below the total.
-            starts = _starts(level.index_select(0, node.clamp_(max=len(level) - 1)), 1)
-            child = torch.searchsorted(starts, rest, right=True).sub_(1)
-            if level is not self._rows[0]:
-                rest.sub_(starts.gather(1, child))
-            node = child.squeeze(1).add_(node, alpha=_FAN_OUT)
-        return node.clamp_(max=self._n - 1)
+        rows = self._rows
+        top = self._top if not rows else self._top[: len(rows[0])]  # without padding, which has no children
+        sums = self._top_sums[: len(top) + 1]
+        torch.cumsum(top, 0, out=sums[1:])
+        node = torch.searchsorted(sums[1:-1], x, right=True)
+        for i, row in enumerate(rows):
+            if i == 0:
+                rest = x.sub(sums.index_select(0, node)).unsqueeze_(1)
+            children = row.index_select(0, node)
+            sums = children.cumsum(1)
+            child = torch.searchsorted(sums, rest, right=True)
+            if i < len(rows) - 1:
+                child.clamp_(max=row.shape[1] - 1)
+                rest = rest - sums.sub_(children).gather(1, child)
+            node = child.squeeze(1).add_(node, alpha=row.shape[1])
+            node.clamp_(max=(self._n if row is rows[-1] else len(rows[i + 1])) - 1)
+        return node if rows else node.clamp_(max=self._n - 1)
 
     # ---- checks and pickling -----------------------------------------------------------------------
 
@@ -352,23 +393,19 @@ def _whole_rows(n: int) -> int:
     return -(-n >> BITS) << BITS
 
 
-def _starts(masses: torch.Tensor, dim: int) -> torch.Tensor:
-    return masses.cumsum(dim).sub_(masses)
-
-
 def _least(rows: torch.Tensor, is_leaf: bool) -> torch.Tensor:
     """Return the smallest positive number of each row."""
     # min is several times faster than amin on the CPU.
     return (torch.where(rows > 0, rows, NO_POSITIVE_MASS) if is_leaf else rows).min(1).values
 
 
-def _scaled(bits: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
-    """Return ``limit`` times the fraction that the upper 62 bits stand for, rounded down.
+def _scaled(halves: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Return ``limit`` times the fraction that 62 random bits stand for, as `CounterRng.halves`, rounded down.
 
     The product of 124 bits is computed from halves of 31 bits. It is exact for limits up to 2**62, and always below
     the limit.
     """
-    high, low = (bits >> 33).bitwise_and_(_LOW_31), (bits >> 2).bitwise_and_(_LOW_31)
+    high, low = halves.unbind()
     limit_high, limit_low = limit >> 31, limit & _LOW_31
     middle = (low * limit_low).bitwise_right_shift_(31).addcmul_(high, limit_low).addcmul_(low, limit_high)
     return middle.bitwise_right_shift_(31).addcmul_(high, limit_high)

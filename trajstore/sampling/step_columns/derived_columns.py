@@ -12,16 +12,17 @@ import torch
 from trajstore.errors import CorruptionError, DataError
 from trajstore.format.ids import is_column_name
 from trajstore.sampling.batches.batch_assembler import BatchAssembler, WindowKind
-from trajstore.sampling.batches.batch_plan import RESERVED, BatchPlan
-from trajstore.sampling.index.index_entries import handles_of
+from trajstore.sampling.batches.batch_plan import BatchPlan
+from trajstore.sampling.index.index_entries import StepIndex, handles_of
 from trajstore.sampling.joined_batches import SOURCE
 from trajstore.sampling.relabelling import Relabeller
-from trajstore.sampling.step_columns.step_table import EVICTED, StepTable
+from trajstore.sampling.step_columns.step_handles import EVICTED
+from trajstore.sampling.step_columns.step_table import StepTable
 from trajstore.sampling.step_columns.step_updates import addresses_to_update, learning_steps
 from trajstore.sampling.step_columns.stored_column import StoredColumn
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import relative_positions
-from trajstore.schema import Array, Field
+from trajstore.schema import DTYPES, RESERVED, Array, Field
 from trajstore.writing.writer import Writer
 
 
@@ -36,6 +37,7 @@ class DerivedColumns:
         self._fields: dict[str, tuple[Field, Any]] = {}  # with the fill value
         self._stored: dict[str, StoredColumn] = {}
         self._seen = -1  # version of the index
+        self._are_fields_checked = False
 
     def __bool__(self) -> bool:
         return bool(self._fields)
@@ -57,13 +59,17 @@ class DerivedColumns:
             DataError: The name is not allowed or is already used.
             CorruptionError: A column of that name is stored with another dtype or shape.
         """
+        if name in self._fields:
+            self._check_same(name, field, fill)
+            return
         if not is_column_name(name) or name in RESERVED or name in self._steps.columns or name == SOURCE:
             raise _bad_name(name)
-        if self._assembler.has_schema:
-            self._check_fields([name])
         if field.dtype == "bfloat16":
             raise DataError(f"column '{name}': expected a dtype that numpy has, got bfloat16")
         dtype = torch.from_numpy(np.empty(0, field.storage_dtype)).dtype
+        self._assembler.reserve_name(name)  # first, because another thread may append the first step now
+        if self._assembler.has_schema:
+            self._check_fields([name])
         self._steps.follow()
         self._steps.attach(name, dtype, field.shape, initial=new_value or (lambda: fill), fill=fill)
         self._fields[name] = field, fill
@@ -72,26 +78,35 @@ class DerivedColumns:
         )
         self._stored[name].follow()
 
+    def _check_same(self, name: str, field: Field, fill: float) -> None:
+        """Refuse to change a column that exists."""
+        known, known_fill = self._fields[name]
+        if field != known or not (fill == known_fill or (fill != fill and known_fill != known_fill)):
+            raise DataError(
+                f"column {name!r} exists with {known.dtype} of shape {known.shape} and fill {known_fill}; got"
+                f" {field.dtype} of shape {field.shape} and fill {fill}; choose another name"
+            )
+
     def _check_fields(self, names: Iterable[str]) -> None:
         for name in set(names) & {path.split("/")[0] for path in self._assembler.schema}:
-            raise _bad_name(name)
+            raise _bad_name(name, "a field has this name")
 
     def follow(self) -> None:
         """Give values to steps that are new in the index."""
-        if self._seen < 0 and self._assembler.has_schema:  # the schema may have been unknown in `add`
+        if not self._are_fields_checked and self._assembler.has_schema:  # it may have been unknown in `add`
             self._check_fields(self._fields)
+            self._are_fields_checked = True
         if self._seen != self._assembler.index.version:
             for stored in self._stored.values():
                 stored.follow()
             self._seen = self._assembler.index.version
 
-    def save(self, writer: Writer) -> None:
-        """Hand changed values to a writer, for its next commit."""
+    def save(self, writer: Writer) -> int:
+        """Hand changed values to a writer, for its next commit; returns the number of values."""
         self.follow()
-        for stored in self._stored.values():
-            stored.save(writer)
+        return sum(stored.save(writer) for stored in self._stored.values())
 
-    def write(self, name: str, index: torch.Tensor, values: torch.Tensor, stride: int = 1) -> int:
+    def write(self, name: str, index: StepIndex, values: torch.Tensor | Array, stride: int = 1) -> int:
         """Set values of steps; returns the number of values ignored because their step was evicted.
 
         Raises:
@@ -99,7 +114,7 @@ class DerivedColumns:
                 changed.
         """
         field = self._field(name)
-        handles = handles_of(index)
+        handles = handles_of(index, self._assembler.index.numbers)
         self.follow()
         rows = _as_rows(name, field, values, len(handles))
         length = 1 if rows.ndim == 1 + len(field.shape) else rows.shape[1]
@@ -109,8 +124,8 @@ class DerivedColumns:
         self._steps.set(name, address[address >= 0], flat[address >= 0])
         return int((address == EVICTED).sum())
 
-    def write_all(self, name: str, blocks: Iterable[Any]) -> int:
-        """Set the values of all steps, in the order of the index; returns the number of steps.
+    def write_all(self, name: str, blocks: Iterable[Any]) -> None:
+        """Set the values of all steps, in the order of the index.
 
         Raises:
             DataError: The blocks have more or fewer values than there are steps, or another dtype or shape; blocks
@@ -127,7 +142,6 @@ class DerivedColumns:
             n_set += len(rows)
         if n_set != len(address):
             raise DataError(f"column '{name}': expected the values of {len(address)} steps, got {n_set}")
-        return n_set
 
     def _field(self, name: str) -> Field:
         if name not in self._fields:
@@ -198,9 +212,9 @@ class DerivedColumns:
                 self.add(name, Field(about["dtype"], tuple(int(n) for n in about["shape"])), about["fill"])
 
 
-def _bad_name(name: str) -> DataError:
+def _bad_name(name: str, why: str = "it is a key of batches, or no plain name") -> DataError:
     return DataError(
-        f"column {name!r}: expected a plain name that is no field, no other column and no key of a batch"
+        f"column {name!r}: expected a plain name that is no field, no other column and no key of a batch; {why}"
     )
 
 
@@ -211,9 +225,11 @@ def _as_rows(name: str, field: Field, values: Any, n: int) -> Array:
     is_good = rows.dtype == field.storage_dtype and extra in (0, 1) and len(rows) == n
     if not is_good or rows.shape[1 + extra :] != field.shape:
         per_window = (n, "length", *field.shape)
+        is_cast = rows.dtype != field.storage_dtype and rows.dtype.name in DTYPES
+        cast = f"; convert the values, or add the column with Field('{rows.dtype}', ...)" if is_cast else ""
         raise DataError(
             f"column '{name}': expected {field.dtype} of shape {(n, *field.shape)} or {per_window}, got"
-            f" {rows.dtype} of shape {rows.shape}"
+            f" {rows.dtype} of shape {rows.shape}{cast}"
         )
     return rows
 

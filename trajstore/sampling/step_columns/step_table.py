@@ -10,15 +10,16 @@ import numpy as np
 import torch
 
 from trajstore.format.spans import expand_counts, expand_ranges
+from trajstore.sampling.compiled.selection import compiled_loops
 from trajstore.sampling.index.change_log import BoundedLog, Removal
 from trajstore.sampling.index.episode_index import EpisodeIndex
 from trajstore.sampling.index.index_entries import LIVE, OPEN
-from trajstore.sampling.step_columns.address_ranges import HOMELESS, AddressRanges, Places, distinct
+from trajstore.sampling.step_columns.address_ranges import HOMELESS, AddressRanges, Places
+from trajstore.sampling.step_columns.step_handles import StepHandles
 from trajstore.schema import Array
 
-# Returned in place of the address of a step that is not in the index; the compiled loops use the same numbers.
-EVICTED, PAST_END, UNKNOWN = -1, -2, -3
 _MIN_ROOM = 16  # least room of an open episode, in steps
+_MAX_NEW = 1 << 12  # new steps of open episodes that a compiled loop takes up
 _SLACK = 1 << 16  # unused addresses that are not worth compacting
 _MAX_CHANGES = 1024  # of addresses, remembered for priority trees
 _MAX_CHANGED = 1 << 20  # addresses in these changes
@@ -60,32 +61,69 @@ class StepTable:
     Attributes:
         version: Number of changes of addresses so far.
         columns: Columns by name.
+        ranges: The addresses of episodes.
+        tail: By index entry from `n_closed` on: the number of its range.
     """
 
     def __init__(self, index: EpisodeIndex) -> None:
         self._index = index
         self._device = index.device
-        self._ranges = AddressRanges()
+        self.ranges = AddressRanges(index.device)
+        self._kernels = compiled_loops(index.device, index.kernels is not None, "step_table_loops")
+        self._handles = StepHandles(index, self.ranges, self._kernels)
         self._capacity = 0  # addresses that columns have memory for
         self.version = 0
         self.columns: dict[str, StepColumn] = {}
         self._typical_length = 0.0  # of episodes that ended lately
         self._index_version = -1  # that this table is up to date with
         self._n_closed = 0  # closed entries of the index whose steps have addresses
+        self.tail = np.empty(0, np.int64)
+        self._new = np.empty(_MAX_NEW, np.int64)
         self._changes: BoundedLog[AddressChange] = BoundedLog(_MAX_CHANGES, _MAX_CHANGED)
+
+    @property
+    def n_closed(self) -> int:
+        """Number of entries of the index that came before its open episodes when it was last followed."""
+        return self._n_closed
 
     @property
     def size(self) -> int:
         """Number of addresses, room of open episodes included."""
-        return self._ranges.size
+        return self.ranges.size
 
     # ---- following the index
 
     def follow(self) -> None:
         """Give addresses to new steps and clear those of evicted ones. Cost grows with new and open steps."""
+        if self._index_version == self._index.version:
+            return
+        removals = self._index.changes.removals_since(self._index_version)
+        if removals or removals is None or not self._follow_growth():
+            self._follow_all(removals)
+
+    def _follow_growth(self) -> bool:
+        """Follow an index whose open episodes got longer, in a compiled loop; returns False if more has changed."""
+        index, ranges, tail = self._index, self.ranges, self.tail
+        is_same = index.n_closed == self._n_closed and index.n == self._n_closed + len(tail)
+        if self._kernels is None or not is_same or len(index.numbers) != ranges.n_streams:
+            return False
+        entries = index.logical, index.flags, index.stream, index.episode, index.t_base
+        places = ranges.stream, ranges.episode, ranges.home, ranges.limit, ranges.known, ranges.entry, ranges.origin
+        arrays = [array.host for array in (*entries, *places)]
+        n_new = self._kernels.grow(self._n_closed, tail, *arrays, self._new)
+        if n_new < 0:
+            return False
+        if n_new:
+            address = self._new[:n_new]
+            for column in self.columns.values():
+                column.values.numpy()[address] = column.initial()
+                column.dirty[address] = True
+        self._index_version = index.version
+        return True
+
+    def _follow_all(self, removals: Sequence[Removal] | None) -> None:
         index = self._index
-        self._ranges.set_streams(len(index.numbers))
-        removals = index.changes.removals_since(self._index_version)
+        self.ranges.set_streams(len(index.numbers))
         self._clear_evicted(removals or ())
         is_same = removals is not None and not any(removal.is_renumbered for removal in removals)
         entry = np.arange(max(self._n_closed, index.first) if is_same else index.first, index.n)
@@ -93,31 +131,58 @@ class StepTable:
         base = index.t_base.host[entry]
         stop = base + index.lengths_of(entry)
         is_open = (index.flags.host[entry] & OPEN) != 0
-        limit_before = self._ranges.get(stream, episode).limit
+        limit_before = self.ranges.get(stream, episode).limit
         places = self._make_room(stream, episode, base, stop, is_open)
         self._set_initial(places.home, np.maximum(places.known, base), stop)
-        self._ranges.put(stream, episode, Places(places.home, np.where(is_open, places.limit, stop), stop))
+        number = self.ranges.find(stream, episode)
+        self.ranges.set_extents(number, np.where(is_open, places.limit, stop), stop)
         self._learn_length((stop - base)[~is_open & (limit_before != stop)])  # each episode once, when it ended
         if removals is None and self._index_version >= 0:
             self._clear_unused()
+        self._follow_entries(entry, removals if is_same else None)
         self._index_version, self._n_closed = index.version, index.n_closed
         if self.size > 3 * index.n_steps + _SLACK:
             self._compact()
 
+    def _follow_entries(self, entry: Array, removals: Sequence[Removal] | None) -> None:
+        """Note which range belongs to which index entry.
+
+        Args:
+            entry: The entries whose steps may be new; all entries if ``removals`` is None.
+            removals: What was removed from the index.
+        """
+        if removals is None:
+            self.ranges.forget_entries()
+        else:
+            self.ranges.forget_entries(self.tail)  # some episodes may have been aborted
+            for removal in removals:
+                self.ranges.forget_entries(self.ranges.find(removal.ranges[:, 0], removal.ranges[:, 1]))
+            n_rewritten = max((removal.n_rewritten for removal in removals), default=0)
+            front = np.arange(self._index.first, min(n_rewritten, self._index.n - len(entry)))
+            entry = np.concatenate([front, entry])
+        self._set_entries(entry)
+
+    def _set_entries(self, entry: Array) -> None:
+        """Set the entries of ranges; the last of them are those of open episodes."""
+        index = self._index
+        number = self.ranges.find(index.stream.host[entry], index.episode.host[entry])
+        self.ranges.set_entries(number, entry, index.t_base.host[entry])
+        self.tail = number[len(number) - (index.n - index.n_closed) :]
+
     def _make_room(self, stream: Array, episode: Array, base: Array, stop: Array, is_open: Array) -> Places:
         """Places of episodes, after those that lack room for their steps got a larger range."""
-        places = self._ranges.get(stream, episode)
+        places = self.ranges.get(stream, episode)
         outgrown = stop > np.where(places.home == HOMELESS, -1, places.limit)
         last = np.flatnonzero(outgrown & (places.home + places.limit == self.size))
         room = np.where(is_open, np.maximum(2 * (stop - base), self._first_room), stop - base)
         if len(last):  # its range ends where the addresses end, so it grows in place
             places.limit[last] = (base + room)[last]
-            self._ranges.size = int((places.home + places.limit)[last[0]])
+            self.ranges.size = int((places.home + places.limit)[last[0]])
             self._grow_columns()
             outgrown[last] = False
         if outgrown.any():
             where = np.flatnonzero(outgrown)
-            new_home = self._ranges.add(stream[where], episode[where], room[where]) - base[where]
+            new_home = self.ranges.add(stream[where], episode[where], base[where], room[where])
             self._grow_columns()
             moved = where[places.home[where] != HOMELESS]
             homes = places.home.copy()
@@ -193,7 +258,7 @@ class StepTable:
         evicted = np.concatenate([np.empty((0, 4), np.int64), *(removal.ranges for removal in removals)])
         if not len(evicted):
             return
-        home, _, known = self._ranges.get(evicted[:, 0], evicted[:, 1])
+        home, _, known = self.ranges.get(evicted[:, 0], evicted[:, 1])
         stop = np.where(home == HOMELESS, 0, np.minimum(evicted[:, 3], known))
         owner, t = expand_ranges(evicted[:, 2], stop)
         address = home[owner] + t
@@ -234,10 +299,10 @@ class StepTable:
             Their addresses. The episode may have lost its first steps and moved since ``start`` and ``stop`` were
             noted, so only addresses of its present range count.
         """
-        home, limit, _ = (int(value[0]) for value in self._ranges.get(np.array([stream]), np.array([episode])))
+        home, limit, _ = (int(value[0]) for value in self.ranges.get(np.array([stream]), np.array([episode])))
         if home == HOMELESS:
             return np.empty(0, np.int64)
-        first = self._ranges.start_of(home + limit - 1)
+        first = self.ranges.start_of(home + limit - 1)
         address = np.arange(max(home + start, first), home + min(stop, limit))
         self._set_zero(address)
         return address
@@ -248,7 +313,7 @@ class StepTable:
         entry = np.arange(index.first, index.n)
         stream, episode = index.stream.host[entry].astype(np.int64), index.episode.host[entry]
         base, n = index.t_base.host[entry], index.lengths_of(entry)
-        places = self._ranges.get(stream, episode)
+        places = self.ranges.get(stream, episode)
         order = np.argsort(places.home + base, kind="stable")
         entry, stream, episode, base, n = (a[order] for a in (entry, stream, episode, base, n))
         places = Places(*(a[order] for a in places))
@@ -257,16 +322,16 @@ class StepTable:
         owner, k = expand_counts(n)
         old = (places.home + base)[owner] + k
         kept = [(c.values[self._on_device(old)], c.dirty[old]) for c in self.columns.values()]
-        self._ranges.clear()
+        self.ranges.restart(stream, episode)
         self._empty_columns()
-        start = self._ranges.add(stream, episode, room)
+        home = self.ranges.add(stream, episode, base, room)
         self._grow_columns()
-        new = start[owner] + k
+        new = (home + base)[owner] + k
         for column, (values, dirty) in zip(self.columns.values(), kept, strict=True):
             column.values[self._on_device(new)] = values
             column.dirty[new] = dirty
-        self._ranges.keep_places(stream, episode)
-        self._ranges.put(stream, episode, Places(start - base, base + room, base + n))
+        self.ranges.set_extents(np.arange(len(n)), base + room, base + n)
+        self._set_entries(np.arange(index.first, index.n))
         self._record_new_layout()
 
     def _empty_columns(self) -> None:
@@ -278,51 +343,15 @@ class StepTable:
 
     def addresses(self, entry: Array, position: Array) -> Array:
         """Addresses of the steps at positions of index entries, elementwise."""
-        index = self._index
-        home = self._ranges.homes(index.stream.host[entry], index.episode.host[entry])
-        found: Array = home + index.t_base.host[entry] + position
-        return found
+        return self._handles.addresses(entry, position)
 
     def addresses_of(self, handles: Array) -> Array:
         """Addresses of steps by handle; `EVICTED`, `PAST_END` or `UNKNOWN` for steps that are not in the index."""
-        index, n_streams = self._index, self._ranges.n_streams
-        is_left = (handles[:, 0] >= 0) & (handles[:, 0] < n_streams)
-        address = np.full(len(handles), UNKNOWN)
-        for stream in distinct(handles[:, 0]):
-            if not 0 <= stream < n_streams:
-                continue
-            entries, home = index.entries_of(stream), self._ranges.homes_of(stream)
-            table, homes = entries.table, home.table
-            if table is not None and homes is not None and index.kernels is not None:
-                facts = index.logical.host, index.flags.host, index.t_base.host
-                known_to = entries.base, int(index.newest[stream])
-                index.kernels.addresses_of(handles, stream, table, *known_to, *facts, homes, home.base, address)
-                is_left &= handles[:, 0] != stream
-        if is_left.any():
-            address[is_left] = self._look_up(handles[is_left])
-        return address
-
-    def _look_up(self, handles: Array) -> Array:
-        """The same for handles of known streams, without compiled loops."""
-        index = self._index
-        stream, episode, t = handles.T
-        entry = index.find(stream, episode)
-        is_found = entry >= 0
-        address = np.where((episode < 0) | (episode > index.newest[stream]) | (t < 0), UNKNOWN, EVICTED)
-        if is_found.any():
-            e, position = entry[is_found], t[is_found] - index.t_base.host[entry[is_found]]
-            n = index.lengths_of(e)
-            found = self.addresses(e, position.clip(0, n - 1))
-            found = np.where(position < 0, EVICTED, np.where(position >= n, PAST_END, found))
-            address[is_found] = np.where(t[is_found] < 0, UNKNOWN, found)
-        return address
+        return self._handles.addresses_of(handles)
 
     def steps(self, address: Array) -> tuple[Array, Array]:
         """Index entries and positions of the steps at addresses; entry -1 for steps that were removed."""
-        stream, episode = self._ranges.owners(address)
-        entry = self._index.find(stream, episode)
-        position: Array = address - self._ranges.homes(stream, episode) - self._index.t_base.host[entry]
-        return entry, position
+        return self.ranges.steps(address)
 
     def all_steps(self) -> Array:
         """Addresses of all steps of the index, in its order."""
@@ -357,7 +386,7 @@ class StepTable:
     @property
     def nbytes(self) -> int:
         columns = sum(column.values.nbytes + column.dirty.nbytes for column in self.columns.values())
-        return columns + self._ranges.nbytes
+        return columns + self.ranges.nbytes
 
     # ---- values by row of a stream, as they are stored
 
@@ -421,7 +450,7 @@ class StepTable:
             "streams": list(index.numbers),
             "stream": stream,
             "episode": episode,
-            **self._ranges.get(stream, episode)._asdict(),
+            **self.ranges.get(stream, episode)._asdict(),
             "size": self.size,
             "columns": {n: c.values[: self.size].cpu().numpy().copy() for n, c in self.columns.items()},
             "typical": self._typical_length,
@@ -435,17 +464,21 @@ class StepTable:
         places = Places(*(np.asarray(state[name]).copy() for name in Places._fields))
         entry = self._index.find(stream, episode)
         is_found = entry >= 0
-        start = (places.home + np.where(is_found, self._index.t_base.host[entry], 0))[is_found]
-        shown = Places(*(a[is_found] for a in places))
-        self._ranges.load(stream[is_found], episode[is_found], start, shown, int(state["size"]))
+        stream, episode, entry, shown = (*(a[is_found] for a in (stream, episode, entry)), places.take(is_found))
+        base = self._index.t_base.host[entry]
+        self.ranges.load(stream, episode, shown.home + base, shown, int(state["size"]))
         self._empty_columns()
         self._grow_columns()
+        owner, t = expand_ranges(base, np.minimum(shown.known, base + self._index.lengths_of(entry)))
+        # Other addresses belong to no step: they were given to episodes that are gone, or are room to grow.
+        address = shown.home[owner] + t
+        where = self._on_device(address)
         for name, column in self.columns.items():
             if name in state["columns"]:
-                values = torch.from_numpy(np.asarray(state["columns"][name]))
-                column.values[: self.size] = values.to(self._device)
-                column.dirty[: self.size] = True
+                values = torch.from_numpy(np.asarray(state["columns"][name])[address])
+                column.values[where] = values.to(self._device)
+                column.dirty[address] = True
         self._typical_length = float(state["typical"])
-        self._n_closed = 0
+        self._n_closed, self.tail = 0, np.empty(0, np.int64)
         self._record_new_layout()
-        self.follow()  # gives addresses to episodes that the state does not have
+        self._follow_all(())  # gives addresses to episodes that the state does not have

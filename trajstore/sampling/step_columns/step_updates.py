@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from trajstore.errors import DataError
-from trajstore.sampling.step_columns.step_table import EVICTED, PAST_END, StepTable
+from trajstore.sampling.step_columns.step_handles import EVICTED, PAST_END
+from trajstore.sampling.step_columns.step_table import StepTable
 from trajstore.schema import Array
 
 

@@ -5,7 +5,8 @@ the rows that it lists against eviction, and readers ignore it. Then the arrays 
 record is replaced by the complete one.
 """
 
-from trajstore.format.checkpoint_record import Checkpoint, StreamExtent
+from trajstore.format.checkpoint_record import Checkpoint
+from trajstore.format.commit_record import StreamExtent
 from trajstore.store.checkpoints.finding import find, lineage, list_checkpoints
 from trajstore.store.checkpoints.objects import (
     LATEST,

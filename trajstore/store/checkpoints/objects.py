@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping
 
 from trajstore.errors import SchemaError
-from trajstore.format.checkpoint_record import Checkpoint, StreamExtent, parse_checkpoint
+from trajstore.format.checkpoint_record import Checkpoint, parse_checkpoint
+from trajstore.format.commit_record import StreamExtent
 from trajstore.format.ids import is_stream_id, new_id
 from trajstore.schema import check_name
 from trajstore.storage import Storage

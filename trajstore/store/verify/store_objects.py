@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trajstore.errors import FormatError, SchemaError, StoreNotFoundError
+from trajstore.errors import FormatError, StoreNotFoundError
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.ids import is_stream_id
-from trajstore.format.zarr_json import FORMAT, check_checksum, parse_json, trajstore_attributes
+from trajstore.format.zarr_json import FORMAT, parse_json, trajstore_attributes
 from trajstore.schema import Schema
+from trajstore.store.schema_objects import parse_schema, schema_key
 from trajstore.store.verify.inspection import NO_RECORD, Inspection, by_creation
 from trajstore.store.verify.nodes import group_fault, scratch_fault
 from trajstore.store.verify.report import without_subject
@@ -62,7 +63,7 @@ def check_groups(inspection: Inspection) -> None:
     for name in ("streams", "checkpoints"):
         _check_node(inspection, f"{name}/zarr.json", group_fault)
     scratch = storage.list_names("scratch")
-    if "scratch" in storage.list_names(""):
+    if "scratch" in storage.list_names("") and not storage.is_remote:
         _check_node(inspection, "scratch/zarr.json", scratch_fault)
     if n := len(set(scratch) - {"zarr.json"}):
         inspection.note("scratch", f"{n} temporary files, of running writers or of writers that died")
@@ -105,25 +106,32 @@ def check_schemas(inspection: Inspection) -> None:
     schema = _read_schema(inspection)
     for record in inspection.records.values():
         schema = schema or record.schema
-        if differences := schema.differences(record.schema):
+        if differences := schema.differences(record.schema, "the store", "the stream", filled=True):
             inspection.problem(f"stream '{record.id}'", f"has another schema: {'; '.join(differences)}")
         for what in _record_faults(record):
             inspection.problem(f"stream '{record.id}', commit record", what)
 
 
 def _read_schema(inspection: Inspection) -> Schema | None:
-    where = "schema/zarr.json"
-    try:
-        data = inspection.storage.get(where)
-        own = trajstore_attributes(parse_json(data, where), "schema", where)
-        check_checksum(data, where)
-        return Schema.from_json(own.get("schema"))
-    except FileNotFoundError:
-        if inspection.records:
-            inspection.problem(where, "missing, although the store has streams")
-    except (FormatError, SchemaError) as error:
-        inspection.problem(where, without_subject(error, where))
-    return None
+    """The newest schema, after a report of those that are damaged or missing."""
+    names = set(inspection.storage.list_names("schema")) - {"zarr.json"}
+    numbers = sorted(int(name) for name in names if name.isascii() and name.isdecimal() and name[0] != "0")
+    for name in sorted(names - set(map(str, numbers))):
+        inspection.note(f"schema/{name}", "not a schema; readers ignore it")
+    schema: Schema | None = None
+    for number, stored in enumerate((0, *numbers)):
+        where = schema_key(number)
+        if stored != number:
+            inspection.problem(where, "missing, although later ones are stored")
+            break
+        try:
+            schema = parse_schema(inspection.storage.get(where), where, schema)
+        except FileNotFoundError:
+            if inspection.records:
+                inspection.problem(where, "missing, although the store has streams")
+        except FormatError as error:
+            inspection.problem(where, without_subject(error, where))
+    return schema
 
 
 def _record_faults(record: CommitRecord) -> Iterator[str]:

@@ -1,0 +1,62 @@
+"""Memory that is given back to the system, and the stagings and arenas that do so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trajstore import Field, Schema
+from trajstore.host_memory import FEW_BYTES, HostMemory
+from trajstore.writing.staging import Staging
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("n_bytes", [0, 1, 1000, 1 << 18, (1 << 18) + 1, 32 << 20])
+def test_a_block_is_zeros_that_can_be_written(n_bytes: int) -> None:
+    memory = HostMemory(n_bytes)
+    assert memory.array.shape == (n_bytes,)
+    assert not memory.array.any()
+    memory.array[:] = 7
+    memory.use_huge_pages(FEW_BYTES, n_bytes)
+    assert (memory.array == 7).all()
+
+
+def test_memory_lives_as_long_as_an_array_of_it() -> None:
+    array = HostMemory(1 << 20).array[4096:].view(np.float64)
+    array[:] = 1.5
+    assert (array == 1.5).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems keep the memory")
+def test_discarded_memory_is_given_back_and_nothing_beside_it() -> None:
+    memory = HostMemory(64 << 20)
+    memory.array[:] = 1
+    before = resident_bytes()
+    memory.discard(5000, (64 << 20) - 5000)
+    assert before - resident_bytes() > 60 << 20
+    assert memory.array[:5000].all()
+    assert memory.array[-5000:].all()
+
+
+def test_too_much_memory_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError):
+        HostMemory(1 << 62)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 100_000])
+def test_columns_of_a_staging_do_not_overlap(capacity: int) -> None:
+    fields = {"a": Field("uint8"), "b": Field("float64", (3,)), "c": Field("bool"), "d": Field("int16", (2, 2))}
+    staging = Staging(Schema(fields), capacity)
+    for i, column in enumerate(staging.columns.values()):
+        assert len(column) == capacity
+        column[...] = i % 2
+    for i, (path, spec) in enumerate(fields.items()):
+        assert staging.columns[path].shape == (capacity, *spec.shape)
+        assert staging.columns[path].dtype == spec.storage_dtype
+        assert (staging.columns[path] == i % 2).all()

@@ -1,0 +1,187 @@
+"""Compiled loops that copy the rows of a batch. Importing this module imports numba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trajstore.sampling.compiled.jit import CFunction, compiled
+from trajstore.sampling.compiled.memory_access import (
+    MANY,
+    array_at,
+    copy_memory,
+    move_1,
+    move_4,
+    move_8,
+    move_16,
+    pointer,
+    prefetch,
+    take_number,
+)
+from trajstore.sampling.compiled.program_layout import (
+    CALL_SIZE,
+    COLUMN_SIZE,
+    EXISTS,
+    GROUP_SIZE,
+    GROUPS,
+    JOB_CALL,
+    JOB_COLUMNS,
+    JOB_FAILED,
+    JOB_N_COLUMNS,
+    JOB_N_PARTS,
+    JOB_NEXT,
+    JOB_OUTPUTS,
+    JOB_PROGRAM,
+    JOB_SIZE,
+    N_GROUPS,
+    N_WINDOWS,
+    ROWS,
+    SEGMENTS,
+    SIZE,
+    SOURCES,
+)
+from trajstore.schema import Array
+
+_LINE = 64  # bytes of a cache line
+_AHEAD, _MAX_AHEAD = 12, 1024  # segments that are prefetched before their turn, and bytes of each at most
+
+
+@compiled
+def _copy(to: Any, at: Any, n: Any) -> None:
+    """Copy ``n`` bytes between memory addresses."""
+    if n == 4:
+        move_4(to, at)
+    elif n == 8:
+        move_8(to, at)
+    elif n == 1:
+        move_1(to, at)
+    elif n == 16:
+        move_16(to, at)
+    else:
+        copy_memory(to, at, n)
+
+
+@compiled
+def _find_segments(call: Array, first: int, n_rows: int, segments: Array) -> int:
+    """Write the runs of neighbouring rows of a group: first row, source, where it goes, and how many rows."""
+    rows = array_at(pointer(call[ROWS] + 8 * first), (n_rows,), np.int64)
+    sources = array_at(pointer(call[SOURCES] + 4 * first), (n_rows,), np.int32)
+    n = i = 0
+    while i < n_rows:
+        k = i + 1
+        while k < n_rows and rows[k] - rows[i] == k - i and sources[k] == sources[i]:
+            k += 1
+        segments[n, 0], segments[n, 1], segments[n, 2], segments[n, 3] = rows[i], sources[i], i, k - i
+        n += 1
+        i = k
+    return n
+
+
+@compiled
+def _copy_direct(column: Array, segments: Array, n_segments: int, out: Any) -> None:
+    """Copy segments of a column whose pages lie in the slots of their own numbers."""
+    arena, row_bytes = column[0], column[1]
+    first_rows = array_at(pointer(column[4]), (MANY,), np.int64)
+    for i in range(n_segments):
+        for ahead in range(0 if i == 0 else i + _AHEAD, min(i + _AHEAD + 1, n_segments)):
+            at = arena + (segments[ahead, 0] + first_rows[segments[ahead, 1]]) * row_bytes
+            for line in range(0, min(segments[ahead, 3] * row_bytes, _MAX_AHEAD), _LINE):
+                prefetch(at + line)
+        row, source, place, count = segments[i, 0], segments[i, 1], segments[i, 2], segments[i, 3]
+        _copy(out + place * row_bytes, arena + (row + first_rows[source]) * row_bytes, count * row_bytes)
+
+
+@compiled
+def _copy_paged(column: Array, segments: Array, n_segments: int, out: Any) -> bool:
+    """Copy segments of a column page by page; returns False if a page is not resident."""
+    arena, row_bytes, page_rows = column[0], column[1], column[3]
+    slots = array_at(pointer(column[2]), (MANY,), np.int64)
+    first_rows = array_at(pointer(column[4]), (MANY,), np.int64)
+    for i in range(n_segments):
+        for ahead in range(0 if i == 0 else i + _AHEAD, min(i + _AHEAD + 1, n_segments)):
+            virtual = segments[ahead, 0] + first_rows[segments[ahead, 1]]
+            page = virtual // page_rows
+            at = arena + (slots[page] * page_rows + virtual - page * page_rows) * row_bytes
+            for line in range(0, min(segments[ahead, 3] * row_bytes, _MAX_AHEAD), _LINE):
+                prefetch(at + line)
+        virtual, place, count = segments[i, 0] + first_rows[segments[i, 1]], segments[i, 2], segments[i, 3]
+        while count:
+            page = virtual // page_rows
+            slot = slots[page]
+            if slot < 0:
+                return False
+            n = min(count, (page + 1) * page_rows - virtual)
+            at = arena + (slot * page_rows + virtual - page * page_rows) * row_bytes
+            _copy(out + place * row_bytes, at, n * row_bytes)
+            virtual, place, count = virtual + n, place + n, count - n
+    return True
+
+
+@compiled
+def _pad(exists: Array, row: Any, row_bytes: Any, out: Any) -> None:
+    """Overwrite rows that do not exist by the bytes at address ``row``."""
+    for i in range(len(exists)):
+        if not exists[i]:
+            _copy(out + i * row_bytes, row, row_bytes)
+
+
+@compiled
+def _copy_group(call: Array, columns: Array, outputs: Array, g: int, first: int, n_rows: int, place: int) -> int:
+    """Copy some rows of a group, which begin at ``first``, to ``place`` in the outputs; returns as `copy` does."""
+    segments = array_at(pointer(call[SEGMENTS] + 32 * first), (n_rows, 4), np.int64)  # each thread has its own
+    exists = array_at(pointer(call[EXISTS] + first), (n_rows,), np.uint8)
+    n_segments = -1
+    for c in range(len(outputs)):
+        if columns[c, 5] != g:
+            continue
+        if n_segments < 0:
+            n_segments = _find_segments(call, first, n_rows, segments)
+        out = outputs[c] + place * columns[c, 1]
+        if columns[c, 2] == 0:
+            _copy_direct(columns[c], segments, n_segments, out)
+        elif not _copy_paged(columns[c], segments, n_segments, out):
+            return c
+        if columns[c, 6]:
+            _pad(exists, columns[c, 6], columns[c, 1], out)
+    return -1
+
+
+@compiled
+def copy(program: Array, call: Array, columns: Array, outputs: Array, start: int, stop: int) -> int:
+    """Copy the rows of the windows from ``start`` to ``stop`` to the outputs, and pad rows that do not exist.
+
+    Returns -1, or the number of the first column with a page that is not resident; copying stops there.
+    """
+    n_steps, size = call[N_WINDOWS] * program[SIZE], program[SIZE]
+    for g in range(program[N_GROUPS]):
+        n = size * program[GROUPS + g * GROUP_SIZE + 3]  # rows of a window
+        first = program[GROUPS + g * GROUP_SIZE + 5] * n_steps + start * n
+        failed = _copy_group(call, columns, outputs, g, first, (stop - start) * n, start * n)
+        if failed >= 0:
+            return failed
+    return -1
+
+
+@compiled
+def _copy_parts(job: Array) -> None:
+    """Copy one part of a batch after the other, until all parts are taken; other threads do the same."""
+    program = array_at(pointer(job[JOB_PROGRAM]), (MANY,), np.int64)
+    call = array_at(pointer(job[JOB_CALL]), (CALL_SIZE,), np.int64)
+    columns = array_at(pointer(job[JOB_COLUMNS]), (job[JOB_N_COLUMNS], COLUMN_SIZE), np.int64)
+    outputs = array_at(pointer(job[JOB_OUTPUTS]), (job[JOB_N_COLUMNS],), np.int64)
+    n_parts, n_windows = job[JOB_N_PARTS], call[N_WINDOWS]
+    part = take_number(job.ctypes.data + 8 * JOB_NEXT)
+    while part < n_parts:
+        start, stop = n_windows * part // n_parts, n_windows * (part + 1) // n_parts
+        failed = copy(program, call, columns, outputs, start, stop)
+        if failed >= 0:
+            job[JOB_FAILED] = failed
+        part = take_number(job.ctypes.data + 8 * JOB_NEXT)
+
+
+def _copy_parts_of(job: Any) -> None:
+    _copy_parts(array_at(pointer(job), (JOB_SIZE,), np.int64))
+
+
+copy_parts = CFunction(_copy_parts_of)  # `_copy_parts` as a C function, for `TorchThreads.call`
