@@ -353,6 +353,25 @@ def test_a_rank_whose_storage_fails_is_named_and_the_next_one_succeeds(team: Ope
     assert contents(one.url, "latest") == expected(one)
 
 
+@pytest.mark.parametrize("k", range(1, N))
+def test_a_rank_whose_part_was_removed_because_rank_0_failed_says_why(team: Open, k: int) -> None:
+    one = team(N)
+    one.fill()
+    base = one.saved("base")
+    one.fill()
+    one.plan(0, Broken("checkpoints/"))
+    gate = Gate(Site("get", f"checkpoints/a/ranks/{k}/zarr.json", 0))
+    one.plan(k, gate)
+    begun = begin(N, lambda rank: one.buffers[rank].save_checkpoint("a", wait=True))
+    assert gate.reached.wait(HANG_S)  # its part is being saved
+    eventually(lambda: begun[0].done() and not _incomplete(one.url))  # rank 0 has failed and removed everything
+    gate.gate.set()
+    failed = ended(begun)
+    assert isinstance(failed[k], RankError), failed
+    assert "rank 0" in str(failed[k])
+    assert [c.id for c in published(one.url)] == [base]
+
+
 def test_a_checkpoint_of_a_rank_with_nothing_appended_is_whole(team: Open) -> None:
     one = team(N)
     one.saved("empty")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from trajstore.distributed.rank_group import RankGroup
-from trajstore.errors import FormatError, RankError, RankTimeoutError, StorageError
+from trajstore.errors import ConflictError, FormatError, RankError, RankTimeoutError, StorageError
 from trajstore.format.commit_record import StreamExtent
 from trajstore.format.ids import derived_id
 from trajstore.replay.checkpoint_lineage import CheckpointLineage, is_published
@@ -77,9 +77,7 @@ class CollectiveCheckpoint:
             raise
         if "failed" in outcome:
             self._withdraw()  # it will never be published, so what is left of it is not needed
-            raise RankError(
-                f"checkpoint '{self._id}' is not published, the one before stays valid: {outcome['failed']}"
-            )
+            raise self._not_published(outcome["failed"])
         if not self._group.is_leader:  # the leader's lineage knows it since it was published
             self._lineage.newest = self._id
 
@@ -97,11 +95,25 @@ class CollectiveCheckpoint:
             own = put_part()
             note = {"name": self._name, "streams": {stream: _to_note(extent) for stream, extent in own.items()}}
             self._group.notes.post_all({**dict.fromkeys(self._old_notes), key: note})
+        except ConflictError as conflict:
+            self._post_failure(key, f"rank {self._group.rank}: {conflict}")
+            raise self._reason_of_removal() or conflict from conflict
         except BaseException as failure:
             self._post_failure(key, f"rank {self._group.rank}: {failure}")
             raise
         self._old_notes[:] = [key]
         return own
+
+    def _reason_of_removal(self) -> RankError | None:
+        """The failure of another rank, if that is why this part was removed while it was being saved."""
+        with contextlib.suppress(RankError, StorageError):
+            outcome = None if self._group.is_leader else self._group.read(f"outcome/{self._id}")
+            if isinstance(outcome, dict) and "failed" in outcome:
+                return self._not_published(outcome["failed"])
+        return None
+
+    def _not_published(self, reason: str) -> RankError:
+        return RankError(f"checkpoint '{self._id}' is not published, the one before stays valid: {reason}")
 
     def _post_failure(self, key: str, reason: str) -> None:
         if self._group.is_leader:
