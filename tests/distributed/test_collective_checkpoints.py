@@ -104,6 +104,19 @@ class Broken(Plan):
             raise broken()
 
 
+class BrokenAfter(Broken):
+    """Calls on some keys fail, but not before an event has happened."""
+
+    def __init__(self, part: str, event: threading.Event) -> None:
+        super().__init__(part)
+        self.event = event
+
+    def before(self, call: Call) -> None:
+        if self.part in call.key:
+            assert self.event.wait(HANG_S), "the event did not happen"
+        super().before(call)
+
+
 class Gate(Plan):
     """A call waits until it is let go."""
 
@@ -359,9 +372,9 @@ def test_a_rank_whose_part_was_removed_because_rank_0_failed_says_why(team: Open
     one.fill()
     base = one.saved("base")
     one.fill()
-    one.plan(0, Broken("checkpoints/"))
     gate = Gate(Site("get", f"checkpoints/a/ranks/{k}/zarr.json", 0))
     one.plan(k, gate)
+    one.plan(0, BrokenAfter("checkpoints/a", gate.reached))
     begun = begin(N, lambda rank: one.buffers[rank].save_checkpoint("a", wait=True))
     assert gate.reached.wait(HANG_S)  # its part is being saved
     eventually(lambda: begun[0].done() and not _incomplete(one.url))  # rank 0 has failed and removed everything

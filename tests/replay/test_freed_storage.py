@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.replay.test_buffer import crash
+from tests.support.files import bytes_of
 from trajstore import CheckpointNotFoundError, Field, ReplayBuffer, Schema
 
 SOON_S = 120.0
@@ -30,7 +31,7 @@ def noise(n: int) -> dict[str, Any]:
 
 
 def step_bytes(url: str) -> int:
-    return sum(file.stat().st_size for file in Path(url, "streams").rglob("steps/x/c.*"))
+    return bytes_of(Path(url, "streams").rglob("steps/x/c.*"))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import trajstore
 from tests.replay.test_buffer import crash, episode, new_buffer, resumed, step
 from tests.support.faulty import BlockPuts, Call, FaultyStorage, real_storage, through
+from tests.support.files import bytes_of
 from trajstore import EpisodeKey, Field, Priorities, ReplayBuffer, Retention, Schema, SnapshotExpiredError, Windows
 
 SINGLE = Windows()
@@ -313,7 +314,7 @@ def images(n: int, rng: Any = None) -> dict[str, Any]:
 
 
 def tree_bytes(url: str) -> int:
-    return sum(path.stat().st_size for path in Path(url).rglob("c.*"))
+    return bytes_of(Path(url).rglob("c.*"))
 
 
 def test_a_limit_on_bytes_is_one_of_what_lies_on_storage(url: str) -> None:
