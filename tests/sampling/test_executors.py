@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,34 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore import Priorities, Reader, ReplayBuffer, Ring, Schema, Windows
+from trajstore.sampling.batches import compiled_executor
 from trajstore.sampling.batches.outputs import flat_outputs
 from trajstore.testing import strategies
 
 REFERENCE: dict[str, Any] = {"compiled": False}
-EXECUTORS: dict[str, dict[str, Any]] = {"compiled": {"compiled": True}}  # options of readers and buffers
+PARTS = "compiled, in parts"
+# Options of readers and buffers. In parts: as a batch is made that is large, by several threads.
+EXECUTORS: dict[str, dict[str, Any]] = {"compiled": {"compiled": True}, PARTS: {"compiled": True}}
 SMALL, LARGE = 2_000, 8 << 20  # bytes of a cache that holds a few chunks, and of one that holds everything
 BATCHES = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 each_executor = pytest.mark.parametrize("options", EXECUTORS.values(), ids=EXECUTORS)
 Outcome = Any
 Side = Reader | ReplayBuffer
+
+
+@pytest.fixture(autouse=True)
+def _parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make every batch in parts of a few windows, by three threads, if the test is to compare these."""
+    if PARTS not in request.node.name:
+        yield
+        return
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    monkeypatch.setattr(compiled_executor, "_MANY_BYTES", 1)
+    monkeypatch.setattr(compiled_executor, "_PART_ROWS", 8)
+    yield
+    torch.set_num_threads(n_threads)
 
 
 # ---- what is compared

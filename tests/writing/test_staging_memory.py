@@ -44,9 +44,33 @@ def test_discarded_memory_is_given_back_and_nothing_beside_it() -> None:
     assert memory.array[-5000:].all()
 
 
-def test_too_much_memory_is_a_memory_error() -> None:
+@pytest.mark.parametrize("grows", [False, True])
+def test_too_much_memory_is_a_memory_error(grows: bool) -> None:
     with pytest.raises(MemoryError):
-        HostMemory(1 << 62)
+        HostMemory(1 << 62, grows=grows)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems reserve no addresses")
+def test_a_block_grows_and_shrinks_where_it_lies() -> None:
+    memory = HostMemory(16 << 20, grows=True)
+    memory.array[:] = 7
+    address, before = memory.array.ctypes.data, resident_bytes()
+    assert memory.resize(48 << 20)
+    assert memory.array.ctypes.data == address
+    assert (memory.array[: 16 << 20] == 7).all()
+    assert len(memory.array) == 48 << 20
+    assert resident_bytes() - before < 4 << 20  # what is added takes no memory before it is used
+    assert memory.resize(1 << 20)
+    assert before - resident_bytes() > 12 << 20
+    assert (memory.array == 7).all()
+    assert not memory.resize(memory.room + 1)
+    assert len(memory.array) == 1 << 20
+
+
+def test_a_block_that_does_not_grow_takes_no_more_addresses_than_it_has_bytes() -> None:
+    memory = HostMemory(1 << 20)
+    assert memory.room == 1 << 20
+    assert not memory.resize((1 << 20) + 1)
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 100_000])

@@ -73,6 +73,9 @@ class Arena:
             n_live: Slots at the start that are for live rows.
             n_stored: Slots behind them that are going to be used soon.
         """
+        if self._host is not None and self._host.resize(n_slots * self._page_rows * self.row_bytes):
+            self._set_memory(self._host_slots(n_slots, n_live, n_stored))
+            return
         memory = self._allocate(n_slots, n_live, n_stored)
         for slots in used:
             kept = slice(slots.start, min(slots.stop, n_slots, len(self._memory)))
@@ -88,13 +91,19 @@ class Arena:
         shape = (n_slots, self._page_rows, *self.row_shape)
         if self._device.type != "cpu" or not n_slots:
             return torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._host = HostMemory(n_slots * self._page_rows * self.row_bytes, grows=True)
+        return self._host_slots(n_slots, n_live, n_stored)
+
+    def _host_slots(self, n_slots: int, n_live: int, n_stored: int) -> torch.Tensor:
+        """The memory of the CPU as slots."""
+        assert self._host is not None
         page_bytes = self._page_rows * self.row_bytes
-        self._host = HostMemory(n_slots * page_bytes)
         # Random reads of a large arena are a fifth faster with huge pages. In one that holds little they would make
         # much memory resident that is not used.
         self._host.use_huge_pages(FEW_BYTES, min(n_live, n_slots) * page_bytes)
         if n_stored * page_bytes >= _HUGE_BYTES:
             self._host.use_huge_pages(n_live * page_bytes, n_slots * page_bytes)
+        shape = (n_slots, self._page_rows, *self.row_shape)
         return torch.from_numpy(self._host.array).view(self._dtype).view(shape)
 
     # ---- filling slots
@@ -137,7 +146,10 @@ class Arena:
         self._memory.view(-1, *self.row_shape).index_copy_(0, index, new.to(self._device))
 
     def copy_within(self, to_rows: Array, from_rows: Array) -> None:
-        """Copy arena rows to other arena rows."""
+        """Copy arena rows to other arena rows, none of which are copied themselves."""
+        if self._kernels is not None:
+            self.scatter(from_rows, to_rows, self._bytes)
+            return
         if self._device.type == "cpu":
             flat: Any = self._as_numpy(self._memory).reshape(-1, *self.row_shape)
             flat[to_rows] = flat[from_rows]

@@ -26,6 +26,8 @@ from trajstore.schema import Array, Schema
 _ORIGINS = ("step", "observed", "reached")
 # Fewer bytes are copied in less time than it takes to get the GIL back, or to start a thread.
 _MANY_BYTES = 1 << 18
+_PART_ROWS = 2048  # of a part of a large batch: intermediate results of these take some 100 KB
+_PARTS_OF_THREAD = 4  # at least, so that threads end together
 _REWARD_BYTES = {"float32": 4, "float64": 8}  # rewards of these dtypes are summed by the compiled loop
 
 
@@ -80,17 +82,21 @@ class _Layout:
 
     Attributes:
         n: Number of windows.
+        n_threads: Number of threads that make them.
         generation: Of the scratch memory that ``numbers`` refers to.
         numbers: The argument ``call`` of the compiled loops; addresses of outputs are still missing.
         rewards: Address of the rewards to sum.
+        part: Number of windows of a part.
         outputs: Key, shape and dtypes of each output but the masks.
         masks: Shape of all masks together.
     """
 
     n: int
+    n_threads: int
     generation: int
     numbers: list[int]
     rewards: int
+    part: int
     outputs: list[tuple[str, tuple[int, ...], np.dtype[Any], torch.dtype | None]]
     masks: tuple[int, ...]
 
@@ -133,9 +139,13 @@ class CompiledExecutor(TorchExecutor):
         self._given: list[torch.Tensor] = []  # keeps the memory of given windows during a call
         self._threads = TorchThreads()
         self._window_bytes = 0  # of the rows of one window
+        self._shifts = np.zeros((at.CALL_SIZE + self._n_columns, 2), np.int64)
         self._job = np.zeros(at.JOB_SIZE, np.int64)
         self._job_address = self._job.ctypes.data
-        arrays = self._program_numbers, self._call, self._columns, self._addresses
+        arrays = (
+            *(self._program_numbers, self._offset_numbers, self._index_numbers, self._columns, self._addresses),
+            *(self._call, self._shifts),
+        )
         self._job[: len(arrays)] = [array.ctypes.data for array in arrays]
         self._job[at.JOB_N_COLUMNS] = self._n_columns
         self._draws_n = windows.n_range[0] != windows.n_range[1]
@@ -279,7 +289,7 @@ class CompiledExecutor(TorchExecutor):
             self._give_windows(numbers, drawn)
         flat = self._allocate(layout, numbers, outs)
         self._call[:] = numbers
-        if (failed := self._execute_batch(starts, layout.n)) >= 0:
+        if (failed := self._execute_batch(starts, layout)) >= 0:
             path = self._outputs[failed].path
             raise RuntimeError(f"field '{path}': a row is not in the cache (internal error; please report)")
         if given is not None:
@@ -290,24 +300,20 @@ class CompiledExecutor(TorchExecutor):
         return starts.chains is None and self._sums_rewards and (is_given or self._can_draw)
 
     def _n_threads(self, n: int) -> int:
-        """How many threads are worth using to copy the rows of ``n`` windows."""
+        """How many threads are worth using for a batch of ``n`` windows."""
         return max(1, min(self._threads.n, n, n * self._window_bytes // _MANY_BYTES))
 
-    def _execute_batch(self, starts: WindowStarts, n: int) -> int:
-        """Make the whole batch; rows of a large one are copied without the GIL, by several threads if possible."""
-        if n * self._window_bytes < _MANY_BYTES:
+    def _execute_batch(self, starts: WindowStarts, layout: _Layout) -> int:
+        """Make the whole batch; a large one without the GIL, by several threads if possible."""
+        if layout.n * self._window_bytes < _MANY_BYTES:
             return self._execute(starts)
-        loops, job, n_threads = self._loops, self._job, self._n_threads(n)
-        self._call[at.COPIES] = 0
-        self._execute(starts)
-        if n_threads == 1:
-            failed = int(loops.copy(self._program_numbers, self._call, self._columns, self._addresses, 0, n))
-        else:
-            job[at.JOB_N_PARTS], job[at.JOB_NEXT], job[at.JOB_FAILED] = min(4 * n_threads, n), 0, -1
-            self._threads.call(loops.copy_parts.address, self._job_address, n_threads)
-            failed = int(job[at.JOB_FAILED])
-        loops.finish(self._program_numbers, self._call)
-        return failed
+        job, drawn = self._job, bool(self._call[at.IS_DRAWN])
+        for position in (at.ENTRY, at.START, at.N_OF_WINDOW):
+            self._shifts[position] = (0, -(-8 * layout.part // 64) * 64) if drawn else (8, 0)
+        self._follow_index(starts)
+        job[at.JOB_PART : at.JOB_SIZE] = layout.part, 0, 0, -1
+        self._threads.call(self._loops.run_parts.address, self._job_address, layout.n_threads)
+        return int(job[at.JOB_FAILED])
 
     def _find_columns(self, cache: ChunkCache) -> bool:
         """Bring the table of columns up to date; returns whether all of them are resident."""
@@ -325,42 +331,74 @@ class CompiledExecutor(TorchExecutor):
         return self._is_resident
 
     def _layout_of(self, n: int) -> _Layout:
-        layout = self._layout
-        if layout is None or layout.n != n or layout.generation != self._scratch.generation:
-            layout = self._layout = self._new_layout(n)
+        layout, n_threads = self._layout, self._n_threads(n)
+        is_known = layout is not None and (layout.n, layout.n_threads) == (n, n_threads)
+        if layout is None or not is_known or layout.generation != self._scratch.generation:
+            layout = self._layout = self._new_layout(n, n_threads)
         return layout
 
-    def _new_layout(self, n: int) -> _Layout:
+    def _new_layout(self, n: int, n_threads: int) -> _Layout:
         windows = self._windows
-        n_steps, most = n * windows.size, self.program.most_steps
-        n_rows = n_steps * self._n_offsets
-        sizes = {
-            at.ROWS: 8 * n_rows,
-            at.SOURCES: 4 * n_rows,
-            at.EXISTS: n_rows,
-            at.SEGMENTS: 32 * n_rows,
-            at.ENTRY: 8 * n,
-            at.START: 8 * n,
-            at.N_OF_WINDOW: 8 * n,
-            at.IS_TERMINAL: n_steps,
-            at.TAKEN: 8 * n_steps,
-            at.REWARDS: 8 * n_steps * most,
-            at.FACTS: 8 * at.N_FACTS * n,
-            at.SPANS: 8 * n,
-            at.ROWS_OF_STARTS: 8 * n,
-        }
+        sizes, part = self._scratch_sizes(), self._part_of(n, n_threads)
+        per_thread = [-(-size * part // 64) * 64 for size in sizes.values()]  # no cache line belongs to two threads
         numbers = [0] * at.CALL_SIZE
-        for position, address in zip(sizes, self._scratch.addresses(list(sizes.values())), strict=True):
+        addresses = self._scratch.addresses([size * n_threads for size in per_thread])
+        for position, address in zip(sizes, addresses, strict=True):
             numbers[position] = address
         numbers[at.N_WINDOWS], numbers[at.COPIES] = n, 1
         if self.program.n_step is not None:
             numbers[at.GAMMA] = self.program.n_step.gamma.data_ptr()
+        self._set_shifts(dict(zip(sizes, per_thread, strict=True)))
         lead = (n,) if windows.squeeze else (n, windows.size)
         outputs = [
             (o.key, ((n,) if o.key in PER_WINDOW_KEYS else lead) + o.shape, o.dtype, o.shown) for o in self._outputs
         ]
         masks = (len(self._mask_names), *lead)
-        return _Layout(n, self._scratch.generation, numbers, numbers[at.REWARDS], outputs, masks)
+        return _Layout(n, n_threads, self._scratch.generation, numbers, numbers[at.REWARDS], part, outputs, masks)
+
+    def _part_of(self, n: int, n_threads: int) -> int:
+        """How many of ``n`` windows a part of a batch has: all of them, if it is small."""
+        if n * self._window_bytes < _MANY_BYTES:
+            return n
+        part = max(1, _PART_ROWS // (self._n_offsets * self._windows.size))
+        return min(part, n if n_threads == 1 else -(-n // (_PARTS_OF_THREAD * n_threads)))
+
+    def _scratch_sizes(self) -> dict[int, int]:
+        """Bytes of intermediate results for each window, by position in ``call``."""
+        size, most, n_rows = self._windows.size, self.program.most_steps, self._n_offsets * self._windows.size
+        return {
+            at.ROWS: 8 * n_rows,
+            at.SOURCES: 4 * n_rows,
+            at.EXISTS: n_rows,
+            at.SEGMENTS: 32 * n_rows,
+            at.ENTRY: 8,
+            at.START: 8,
+            at.N_OF_WINDOW: 8,
+            at.IS_TERMINAL: size,
+            at.TAKEN: 8 * size,
+            at.REWARDS: 8 * size * most,
+            at.FACTS: 8 * at.N_FACTS,
+            at.SPANS: 8,
+            at.ROWS_OF_STARTS: 8,
+        }
+
+    def _set_shifts(self, per_thread: Mapping[int, int]) -> None:
+        """Note how far apart the memory of threads lies, and the outputs of windows."""
+        size, shifts = self._windows.size, self._shifts
+        shifts[:] = 0
+        for position, n_bytes in per_thread.items():
+            shifts[position, 1] = n_bytes
+        shifts[[at.COUNTER, at.N_COUNTER], 0] = 1
+        shifts[at.HANDLES, 0] = 3 * 8
+        shifts[at.MASKS : at.CALL_SIZE, 0] = size
+        rows = [len(group.offsets) for group in self.program.groups for _ in group.fields]
+        shifts[at.CALL_SIZE :, 0] = self._columns[:, 1] * rows * size
+        if self.program.n_step is not None:
+            reward_bytes = int(self._program_numbers[at.REWARD_BYTES])
+            outputs = ((at.RETURNS, reward_bytes), (at.DISCOUNTS, 4), (at.TAKEN, 8))
+            for position, n_bytes in outputs:
+                shifts[position] = n_bytes * size, 0
+            shifts[-1] = 0, shifts[at.REWARDS, 1]
 
     def _allocate(
         self, layout: _Layout, numbers: list[int], outs: Mapping[str, torch.Tensor]
@@ -412,13 +450,11 @@ class CompiledExecutor(TorchExecutor):
     def _give_draw(self, numbers: list[int], starts: WindowStarts, n: int, rng: CounterRng, low: int) -> None:
         numbers[at.IS_DRAWN], numbers[at.SEED] = 1, rng.signed_seed
         numbers[at.COUNTER] = rng.take(2 * n if self._draws_n else n)
+        numbers[at.N_COUNTER] = numbers[at.COUNTER] + n
         numbers[at.LOW], numbers[at.LIMIT] = low + starts.base, starts.total - low
 
     def _execute(self, starts: WindowStarts) -> int:
-        index = self._index
-        if self._index_version != index.version:
-            self._index_numbers[:] = (*index.addresses(), *starts.addresses())
-            self._index_version = index.version
+        self._follow_index(starts)
         failed: int = self._loops.run(
             self._program_numbers,
             self._offset_numbers,
@@ -428,6 +464,12 @@ class CompiledExecutor(TorchExecutor):
             self._call,
         )
         return failed
+
+    def _follow_index(self, starts: WindowStarts) -> None:
+        index = self._index
+        if self._index_version != index.version:
+            self._index_numbers[:] = (*index.addresses(), *starts.addresses())
+            self._index_version = index.version
 
 
 def _outputs(schema: Schema, program: BatchProgram) -> list[_Output]:

@@ -12,6 +12,9 @@ Addresses in them are memory addresses.
   and address of a row that pads (0: pads repeat).
 - ``outputs``: the address that each column's rows go to.
 - ``call``: what differs from batch to batch, from `N_WINDOWS` on. Addresses are 0 where a batch has no such output.
+- ``shifts``, two numbers for each of ``call`` and of ``outputs``: what it grows by with every window before a part
+  of a batch, and with every thread before the one that makes the part. Intermediate results of a part lie in memory
+  of its thread; a part is small enough that they stay in the processor's cache.
 """
 
 from __future__ import annotations
@@ -34,13 +37,13 @@ COLUMN_SIZE = 7
 N_WINDOWS, IS_DRAWN, SEED, COUNTER, LOW, LIMIT = range(6)
 ENTRY, START, N_OF_WINDOW, HANDLES, ROWS, SOURCES, POSITIONS, EXISTS = range(6, 14)
 TAKEN, IS_TERMINAL, GAMMA, REWARDS, RETURNS, DISCOUNTS, SEGMENTS, COPIES, FACTS = range(14, 23)
-SPANS, ROWS_OF_STARTS, MASKS = range(23, 26)
+SPANS, ROWS_OF_STARTS, N_COUNTER, MASKS = range(23, 27)  # N_COUNTER: of the drawn numbers of steps
 CALL_SIZE = MASKS + 7  # the last seven are the addresses of masks
 
-# Positions in the argument of `copy_parts`.
-JOB_PROGRAM, JOB_CALL, JOB_COLUMNS, JOB_OUTPUTS, JOB_N_COLUMNS, JOB_N_PARTS, JOB_NEXT, JOB_FAILED, JOB_SIZE = range(
-    9
-)
+# Positions in the argument of `run_parts`: addresses of the arrays, the number of columns, how many windows a part
+# has, the next thread and part to number, and the first column with a page that is not resident.
+JOB_PROGRAM, JOB_OFFSETS, JOB_INDEX, JOB_COLUMNS, JOB_OUTPUTS, JOB_CALL, JOB_SHIFTS = range(7)
+JOB_N_COLUMNS, JOB_PART, JOB_NEXT_THREAD, JOB_NEXT_PART, JOB_FAILED, JOB_SIZE = range(7, 13)
 
 # Facts of a window: the logical row of its episode, its steps and flags (BEGINS if it has its first step), the
 # position of the window's first step, and which of its steps exist: from FIRST_INSIDE to STOP_INSIDE.

@@ -2,7 +2,8 @@
 
 The loops work on memory addresses that `compiled_executor` puts into a few arrays of integers, so a call costs the
 same however many columns a batch has; `program_layout` describes the arrays. They give bit by bit what
-`torch_executor` gives. None starts threads, and all but `run` release the GIL. Importing this module imports numba.
+`torch_executor` gives. All but `run` work without the GIL. A large batch is made in parts, by one or more threads.
+Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.sampling.compiled.jit import compiled, compiled_with_gil, random_bits
-from trajstore.sampling.compiled.memory_access import MANY, array_at, pointer
+from trajstore.sampling.compiled.jit import CFunction, compiled, compiled_with_gil, random_bits
+from trajstore.sampling.compiled.memory_access import MANY, array_at, pointer, take_number
 from trajstore.sampling.compiled.program_layout import (
     BEGINS,
     BOUNDARY,
     BURN_IN,
+    CALL_SIZE,
+    COLUMN_SIZE,
     COPIES,
     COUNTER,
-    DISCOUNTS,
     ENTRY,
     EPISODE,
     EPISODE_ROW,
@@ -29,15 +31,28 @@ from trajstore.sampling.compiled.program_layout import (
     FIRST_INSIDE,
     FLAG,
     FLAGS,
-    GAMMA,
     GROUP_SIZE,
     GROUPS,
     HANDLES,
     HAS_FINAL,
     HAS_FINAL_MASK,
+    INDEX_SIZE,
     IS_DRAWN,
     IS_SIMPLE,
     IS_TERMINAL,
+    JOB_CALL,
+    JOB_COLUMNS,
+    JOB_FAILED,
+    JOB_INDEX,
+    JOB_N_COLUMNS,
+    JOB_NEXT_PART,
+    JOB_NEXT_THREAD,
+    JOB_OFFSETS,
+    JOB_OUTPUTS,
+    JOB_PART,
+    JOB_PROGRAM,
+    JOB_SHIFTS,
+    JOB_SIZE,
     LEAD,
     LEADS_ON,
     LENGTH,
@@ -45,7 +60,7 @@ from trajstore.sampling.compiled.program_layout import (
     LOGICAL,
     LOW,
     MASKS,
-    MOST_STEPS,
+    N_COUNTER,
     N_DRAWN,
     N_FACTS,
     N_GROUPS,
@@ -63,9 +78,6 @@ from trajstore.sampling.compiled.program_layout import (
     POSITIONS,
     REACH,
     REACHED,
-    RETURNS,
-    REWARD_BYTES,
-    REWARDS,
     ROWS,
     ROWS_OF_STARTS,
     SEED,
@@ -86,8 +98,8 @@ from trajstore.sampling.compiled.program_layout import (
     TERMINATED,
     TRUNCATED,
 )
+from trajstore.sampling.compiled.return_loops import sum_returns
 from trajstore.sampling.compiled.row_copy_loops import copy
-from trajstore.sampling.compiled.row_copy_loops import copy_parts as copy_parts
 from trajstore.sampling.compiled.searching import last_at
 from trajstore.schema import Array
 
@@ -142,7 +154,7 @@ def _draw(program: Array, index: Array, call: Array) -> None:
     if program[N_DRAWN]:
         n_of_window = array_at(pointer(call[N_OF_WINDOW]), (n,), np.int64)
         for b in range(n):
-            n_of_window[b] = _below(call[SEED], call[COUNTER] + n + b, program[N_DRAWN]) + program[N_STEPS]
+            n_of_window[b] = _below(call[SEED], call[N_COUNTER] + b, program[N_DRAWN]) + program[N_STEPS]
 
 
 @compiled
@@ -395,63 +407,10 @@ def _shift_rows(index: Array, call: Array, near: Array, rows: Array, sources: Ar
 
 
 @compiled
-def _sum_rewards(rewards: Array, gamma: Array, taken: Array, returns: Array, most: int) -> None:
-    """Sum discounted rewards; the order of the additions is that of `torch_executor.n_step_sums`."""
-    n_whole = most - most % 4
-    zero = rewards.dtype.type(0)
-    for i in range(len(taken)):
-        lane_0 = lane_1 = lane_2 = lane_3 = zero
-        at, n = i * most, taken[i]
-        for k in range(0, n_whole, 4):
-            part_0 = rewards[at + k] * gamma[k] if k < n else zero
-            part_1 = rewards[at + k + 1] * gamma[k + 1] if k + 1 < n else zero
-            part_2 = rewards[at + k + 2] * gamma[k + 2] if k + 2 < n else zero
-            part_3 = rewards[at + k + 3] * gamma[k + 3] if k + 3 < n else zero
-            if k == 0:
-                lane_0, lane_1, lane_2, lane_3 = part_0, part_1, part_2, part_3
-            else:
-                lane_0, lane_1, lane_2, lane_3 = (
-                    lane_0 + part_0,
-                    lane_1 + part_1,
-                    lane_2 + part_2,
-                    lane_3 + part_3,
-                )
-        for k in range(n_whole, most):
-            part = rewards[at + k] * gamma[k] if k < n else zero
-            lane_0 = part if k == 0 else lane_0 + part
-        if n_whole:
-            lane_0 = lane_0 + lane_1 + lane_2 + lane_3
-        returns[i] = lane_0
-
-
-@compiled
-def finish(program: Array, call: Array) -> None:
-    """Sum the rewards of transitions, and find their discounts."""
-    most, n_steps = program[MOST_STEPS], call[N_WINDOWS] * program[SIZE]
-    if not most:
-        return
-    gamma = array_at(pointer(call[GAMMA]), (most + 1,), np.float32)
-    taken = array_at(pointer(call[TAKEN]), (n_steps,), np.int64)
-    is_terminal = array_at(pointer(call[IS_TERMINAL]), (n_steps,), np.uint8)
-    discounts = array_at(pointer(call[DISCOUNTS]), (n_steps,), np.float32)
-    for i in range(n_steps):
-        discounts[i] = np.float32(0) if is_terminal[i] else gamma[taken[i]]
-    if program[REWARD_BYTES] == 4:
-        rewards_4 = array_at(pointer(call[REWARDS]), (n_steps * most,), np.float32)
-        returns_4 = array_at(pointer(call[RETURNS]), (n_steps,), np.float32)
-        _sum_rewards(rewards_4, gamma, taken, returns_4, most)
-    elif program[REWARD_BYTES] == 8:
-        rewards_8 = array_at(pointer(call[REWARDS]), (n_steps * most,), np.float64)
-        returns_8 = array_at(pointer(call[RETURNS]), (n_steps,), np.float64)
-        _sum_rewards(rewards_8, gamma, taken, returns_8, most)
-
-
-@compiled_with_gil
-def run(program: Array, offsets: Array, index: Array, columns: Array, outputs: Array, call: Array) -> int:
+def _make(program: Array, offsets: Array, index: Array, columns: Array, outputs: Array, call: Array) -> int:
     """Make a batch: draw its windows, unless they are given, frame them, copy all rows and sum rewards.
 
-    With ``call[COPIES]`` 0, nothing is copied or summed: a large batch is copied by a call of `copy`, which
-    releases the GIL, and finished by `finish`. Returns what `copy` returns.
+    With ``call[COPIES]`` 0, nothing is copied or summed. Returns what `copy` returns.
     """
     if call[IS_DRAWN]:
         _draw(program, index, call)
@@ -463,7 +422,51 @@ def run(program: Array, offsets: Array, index: Array, columns: Array, outputs: A
         _find_rows(program, offsets, index, call, g)
     if not call[COPIES]:
         return -1
-    failed = copy(program, call, columns, outputs, 0, call[N_WINDOWS])
+    failed = copy(program, call, columns, outputs)
     if failed < 0:
-        finish(program, call)
+        sum_returns(program, call)
     return failed
+
+
+@compiled_with_gil
+def run(program: Array, offsets: Array, index: Array, columns: Array, outputs: Array, call: Array) -> int:
+    """Make a small batch, or find the rows of a batch; see `_make`."""
+    return _make(program, offsets, index, columns, outputs, call)
+
+
+@compiled
+def _shift(numbers: Array, shifts: Array, n_windows: Any, n_threads: Any, shifted: Array) -> None:
+    """Write the numbers of a part of a batch, before which there are so many windows and threads."""
+    for i in range(len(numbers)):
+        shifted[i] = numbers[i] + shifts[i, 0] * n_windows + shifts[i, 1] * n_threads
+
+
+@compiled
+def _run_parts(job: Array) -> None:
+    """Make one part of a batch after the other, until all parts are taken; other threads do the same."""
+    n_columns, part = job[JOB_N_COLUMNS], job[JOB_PART]
+    program = array_at(pointer(job[JOB_PROGRAM]), (MANY,), np.int64)
+    offsets = array_at(pointer(job[JOB_OFFSETS]), (MANY,), np.int64)
+    index = array_at(pointer(job[JOB_INDEX]), (INDEX_SIZE,), np.int64)
+    columns = array_at(pointer(job[JOB_COLUMNS]), (n_columns, COLUMN_SIZE), np.int64)
+    outputs = array_at(pointer(job[JOB_OUTPUTS]), (n_columns,), np.int64)
+    call = array_at(pointer(job[JOB_CALL]), (CALL_SIZE,), np.int64)
+    shifts = array_at(pointer(job[JOB_SHIFTS]), (CALL_SIZE + n_columns, 2), np.int64)
+    part_call, part_outputs = np.empty(CALL_SIZE, np.int64), np.empty(n_columns, np.int64)
+    thread = take_number(job.ctypes.data + 8 * JOB_NEXT_THREAD)
+    start = part * take_number(job.ctypes.data + 8 * JOB_NEXT_PART)
+    while start < call[N_WINDOWS]:
+        _shift(call, shifts[:CALL_SIZE], start, thread, part_call)
+        _shift(outputs, shifts[CALL_SIZE:], start, thread, part_outputs)
+        part_call[N_WINDOWS] = min(part, call[N_WINDOWS] - start)
+        failed = _make(program, offsets, index, columns, part_outputs, part_call)
+        if failed >= 0:
+            job[JOB_FAILED] = failed
+        start = part * take_number(job.ctypes.data + 8 * JOB_NEXT_PART)
+
+
+def _run_parts_of(job: Any) -> None:
+    _run_parts(array_at(pointer(job), (JOB_SIZE,), np.int64))
+
+
+run_parts = CFunction(_run_parts_of)  # `_run_parts` as a C function, which several threads call for one large batch

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.sampling.compiled.jit import CFunction, compiled
+from trajstore.sampling.compiled.jit import compiled
 from trajstore.sampling.compiled.memory_access import (
     MANY,
     array_at,
@@ -17,23 +17,11 @@ from trajstore.sampling.compiled.memory_access import (
     move_16,
     pointer,
     prefetch,
-    take_number,
 )
 from trajstore.sampling.compiled.program_layout import (
-    CALL_SIZE,
-    COLUMN_SIZE,
     EXISTS,
     GROUP_SIZE,
     GROUPS,
-    JOB_CALL,
-    JOB_COLUMNS,
-    JOB_FAILED,
-    JOB_N_COLUMNS,
-    JOB_N_PARTS,
-    JOB_NEXT,
-    JOB_OUTPUTS,
-    JOB_PROGRAM,
-    JOB_SIZE,
     N_GROUPS,
     N_WINDOWS,
     ROWS,
@@ -127,9 +115,9 @@ def _pad(exists: Array, row: Any, row_bytes: Any, out: Any) -> None:
 
 
 @compiled
-def _copy_group(call: Array, columns: Array, outputs: Array, g: int, first: int, n_rows: int, place: int) -> int:
-    """Copy some rows of a group, which begin at ``first``, to ``place`` in the outputs; returns as `copy` does."""
-    segments = array_at(pointer(call[SEGMENTS] + 32 * first), (n_rows, 4), np.int64)  # each thread has its own
+def _copy_group(call: Array, columns: Array, outputs: Array, g: int, first: int, n_rows: int) -> int:
+    """Copy the rows of a group, which begin at ``first``; returns as `copy` does."""
+    segments = array_at(pointer(call[SEGMENTS]), (n_rows, 4), np.int64)
     exists = array_at(pointer(call[EXISTS] + first), (n_rows,), np.uint8)
     n_segments = -1
     for c in range(len(outputs)):
@@ -137,7 +125,7 @@ def _copy_group(call: Array, columns: Array, outputs: Array, g: int, first: int,
             continue
         if n_segments < 0:
             n_segments = _find_segments(call, first, n_rows, segments)
-        out = outputs[c] + place * columns[c, 1]
+        out = outputs[c]
         if columns[c, 2] == 0:
             _copy_direct(columns[c], segments, n_segments, out)
         elif not _copy_paged(columns[c], segments, n_segments, out):
@@ -148,40 +136,15 @@ def _copy_group(call: Array, columns: Array, outputs: Array, g: int, first: int,
 
 
 @compiled
-def copy(program: Array, call: Array, columns: Array, outputs: Array, start: int, stop: int) -> int:
-    """Copy the rows of the windows from ``start`` to ``stop`` to the outputs, and pad rows that do not exist.
+def copy(program: Array, call: Array, columns: Array, outputs: Array) -> int:
+    """Copy the rows of all windows to the outputs, and pad rows that do not exist.
 
     Returns -1, or the number of the first column with a page that is not resident; copying stops there.
     """
-    n_steps, size = call[N_WINDOWS] * program[SIZE], program[SIZE]
+    n_steps = call[N_WINDOWS] * program[SIZE]
     for g in range(program[N_GROUPS]):
-        n = size * program[GROUPS + g * GROUP_SIZE + 3]  # rows of a window
-        first = program[GROUPS + g * GROUP_SIZE + 5] * n_steps + start * n
-        failed = _copy_group(call, columns, outputs, g, first, (stop - start) * n, start * n)
+        n_offsets, n_before = program[GROUPS + g * GROUP_SIZE + 3], program[GROUPS + g * GROUP_SIZE + 5]
+        failed = _copy_group(call, columns, outputs, g, n_before * n_steps, n_offsets * n_steps)
         if failed >= 0:
             return failed
     return -1
-
-
-@compiled
-def _copy_parts(job: Array) -> None:
-    """Copy one part of a batch after the other, until all parts are taken; other threads do the same."""
-    program = array_at(pointer(job[JOB_PROGRAM]), (MANY,), np.int64)
-    call = array_at(pointer(job[JOB_CALL]), (CALL_SIZE,), np.int64)
-    columns = array_at(pointer(job[JOB_COLUMNS]), (job[JOB_N_COLUMNS], COLUMN_SIZE), np.int64)
-    outputs = array_at(pointer(job[JOB_OUTPUTS]), (job[JOB_N_COLUMNS],), np.int64)
-    n_parts, n_windows = job[JOB_N_PARTS], call[N_WINDOWS]
-    part = take_number(job.ctypes.data + 8 * JOB_NEXT)
-    while part < n_parts:
-        start, stop = n_windows * part // n_parts, n_windows * (part + 1) // n_parts
-        failed = copy(program, call, columns, outputs, start, stop)
-        if failed >= 0:
-            job[JOB_FAILED] = failed
-        part = take_number(job.ctypes.data + 8 * JOB_NEXT)
-
-
-def _copy_parts_of(job: Any) -> None:
-    _copy_parts(array_at(pointer(job), (JOB_SIZE,), np.int64))
-
-
-copy_parts = CFunction(_copy_parts_of)  # `_copy_parts` as a C function, for `TorchThreads.call`

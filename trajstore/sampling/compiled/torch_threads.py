@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
 
 def _find_parallel() -> Any:
     """Return the function that calls another one in several threads of torch; None if there is no such function."""
@@ -45,5 +47,11 @@ class TorchThreads:
         return torch.get_num_threads() if self._parallel is not None and self._pid == os.getpid() else 1
 
     def call(self, function: int, argument: int, n: int) -> None:
-        """Call the C function at an address in ``n`` threads, each with the same address as its argument."""
-        self._parallel(function, argument, n, 0)
+        """Call the C function at an address in ``n`` threads, each with the same address as its argument.
+
+        The GIL is released. One thread is the calling one.
+        """
+        if n == 1:
+            _FUNCTION(function)(argument)
+        else:
+            self._parallel(function, argument, n, 0)
