@@ -78,6 +78,19 @@ class IndexEntries:
         facts = (a[chosen] for a in (self.stream, self.episode, self.env, self.t_base, self.n_rows, self.flags))
         return IndexEntries(*facts, *(a[spans] for a in (self.span_rows, self.span_row, self.span_source)))
 
+    def split(self, *positions: int) -> tuple[IndexEntries, ...]:
+        """The entries before, between and after these positions, as views."""
+        n = len(self.episode)
+        rows = np.cumsum(self.n_rows)
+        before = [int(rows[at - 1]) if at else 0 for at in positions]
+        spans = np.searchsorted(np.cumsum(self.span_rows), before, side="right").tolist()
+        parts = zip((0, *positions), (*positions, n), (0, *spans), (*spans, len(self.span_rows)), strict=True)
+        facts, of_spans = self.columns[:6], self.columns[6:]
+        return tuple(
+            IndexEntries(*(a[start:stop] for a in facts), *(a[first:last] for a in of_spans))
+            for start, stop, first, last in parts
+        )
+
     def from_step(self, t: Array) -> IndexEntries:
         """The same entries without their steps before ``t``; each entry must keep at least one step."""
         lost = (t - self.t_base).clip(0)

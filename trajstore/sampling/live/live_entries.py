@@ -17,7 +17,7 @@ _NO_ENTRIES = IndexEntries(_EMPTY, _EMPTY, _EMPTY, _EMPTY, _EMPTY, np.empty(0, n
 def live_entries(
     table: IntegerTable, spans: IntegerTable, slots: Array, stream: int, kernels: ModuleType | None
 ) -> IndexEntries:
-    """Entries of the episodes at positions ``slots`` of the table, in this order, without those that have no steps.
+    """Entries of the episodes at positions ``slots`` of the table, in this order. All of them have steps.
 
     Args:
         table: Live episodes.
@@ -28,7 +28,6 @@ def live_entries(
     """
     if not len(slots):
         return _NO_ENTRIES
-    slots = slots[(table["n_rows"] - table["has_final"] - table["floor"])[slots] > 0]
     floor = table["floor"][slots]
     facts = np.full(len(slots), stream), table["episode"][slots], table["env"][slots], floor
     flags = flags_of(table["end"][slots], table["has_final"][slots])

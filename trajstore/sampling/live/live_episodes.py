@@ -456,14 +456,14 @@ class LiveEpisodes:
         # In order of their ends, even if later ones became durable first: the order must not depend on the disk.
         n_placed = len(ended) if is_placed.all() else int(np.argmin(is_placed))
         growing = np.flatnonzero(table["end"] == End.OPEN)
-        entries = tuple(
-            live_entries(table, self._spans, slots, self._stream, self._kernels)
-            for slots in (ended[:n_placed], ended[n_placed:], growing)
-        )
+        has_steps = table["n_rows"] - table["has_final"] > table["floor"]
+        shown = [slots[has_steps[slots]] for slots in (ended[:n_placed], ended[n_placed:], growing)]
+        entries = live_entries(table, self._spans, np.concatenate(shown), self._stream, self._kernels)
+        placed, rest, growing_entries = entries.split(len(shown[0]), len(shown[0]) + len(shown[1]))
         is_done = np.zeros(table.n, bool)
         is_done[ended[:n_placed]] = True
         if n_placed:
             self._remove(is_done)
         growing = np.flatnonzero(table["end"] == End.OPEN)
         self._growing = growing[(table["n_rows"] - table["floor"])[growing] > 0]
-        return entries[0], entries[1], entries[2]
+        return placed, rest, growing_entries
