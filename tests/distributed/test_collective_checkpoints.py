@@ -214,7 +214,7 @@ def test_a_rank_that_starts_late_takes_part_in_an_earlier_announcement(
             is_announced.set()
 
     monkeypatch.setattr(CheckpointSchedule, "start", late)
-    one = team(2, rank_timeout_s=5.0)
+    one = team(2, rank_timeout_s=HANG_S)
     found = eventually(lambda: published(one.url) or (one.buffers[0].stats() and None))
     assert [c.name for c in found] == ["early"]
 
@@ -913,7 +913,7 @@ def test_a_request_after_a_rank_has_closed_says_so_at_once(team: Open, k: int) -
     one.fill()
     one.buffers[k].close()
     with pytest.raises(RankError, match=rf"rank {k}\b.*(closed|left)") as caught:
-        one.buffers[(k + 1) % N].request_checkpoint("asked", wait=True, timeout_s=5.0)
+        one.buffers[(k + 1) % N].request_checkpoint("asked", wait=True, timeout_s=HANG_S)
     assert not isinstance(caught.value, RankTimeoutError)
     assert published(one.url) == []
     one.close()
@@ -925,6 +925,9 @@ def test_a_leader_announces_nothing_any_more_once_a_rank_has_closed(team: Open) 
     eventually(lambda: published(one.url))
     one.buffers[1].close()
     time.sleep(0.2)
+    leader = one.buffers[0].session.schedule._requests
+    assert leader is not None
+    eventually(lambda: leader._concluded[-1][0].number == leader._last_number)
     n = len(published(one.url))
     outcomes([0], lambda _: _forget(one.buffers[0]))  # of one that was on its way when it closed
     time.sleep(0.3)
