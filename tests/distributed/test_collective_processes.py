@@ -126,7 +126,7 @@ def test_a_rank_that_gets_sigterm_takes_a_checkpoint_of_all_first(
 
 @THROUGH
 def test_ranks_that_all_get_sigterm_at_once_all_end_with_a_checkpoint(start: Start, url: str, through: str) -> None:
-    ranks = start("stay", 3, through=through, wait="sleep", exit_s=4.0, options={"rank_timeout_s": 4.0})
+    ranks = start("stay", 3, through=through, wait="sleep", exit_s=12.0, options={"rank_timeout_s": 12.0})
     for rank in ranks:
         rank.kill(signal.SIGTERM)
     assert [rank.await_end(END_S) for rank in ranks] == [-signal.SIGTERM] * 3
