@@ -755,7 +755,7 @@ def test_an_error_at_any_call_leaves_the_last_or_the_new_one_and_the_next_one_su
     assert isinstance(trial(one, "a", rank, clean)[0], str)
     base = one.saved("a")
     team_known(one).update({c.id: one.n for c in published(one.url)[1:]})
-    one.set_timeout(HANG_S)
+    one.set_timeout(3.0)
     for site in sites(clean):
         plan = AtSite(site, is_after, broken)
         found = trial(one, "a", rank, plan)
