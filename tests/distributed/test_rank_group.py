@@ -9,6 +9,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ from trajstore import (
     SchemaError,
     StorageError,
 )
+from trajstore.distributed import joining
 from trajstore.distributed.joining import join_group
 from trajstore.distributed.rank_group import RankGroup, check_ranks
 from trajstore.distributed.rank_notes import StoreNotes, TorchNotes
@@ -65,7 +67,7 @@ from trajstore.distributed.world_records import (
 )
 from trajstore.format.zarr_json import FORMAT, GROUP, to_json_bytes
 
-SHORT_S = 2.0  # of waits for ranks that do not come
+SHORT_S = 4.0  # of waits for ranks that do not come
 
 
 @pytest.fixture
@@ -84,7 +86,7 @@ def opened(url: str, rank: int, size: int, **options: Any) -> ReplayBuffer:
     return ReplayBuffer(url, rank=rank, world_size=size, **OPTIONS | options)
 
 
-def joined(url: str, rank: int, size: int, timeout_s: float = 20.0, checkpoint: str | None = None) -> RankGroup:
+def joined(url: str, rank: int, size: int, timeout_s: float = HANG_S, checkpoint: str | None = None) -> RankGroup:
     return join_group(real_storage(url), rank, size, checkpoint=checkpoint, timeout_s=timeout_s)
 
 
@@ -274,7 +276,7 @@ def test_ranks_do_not_wait_in_the_worlds_of_earlier_launches(
 
 def test_ranks_do_not_wait_in_the_world_of_a_launch_whose_clock_was_ahead(store: str) -> None:
     dead_world(store, 2, 0, age_s=-3600.0)
-    groups = outcomes(2, lambda rank: joined(store, rank, 2, timeout_s=3.0))
+    groups = outcomes(2, lambda rank: joined(store, rank, 2))
     assert all(isinstance(group, RankGroup) for group in groups.values()), groups
 
 
@@ -298,11 +300,29 @@ def test_a_complete_world_accepts_no_further_process(team: Open) -> None:
     one.saved("a")
 
 
-def test_a_second_process_of_rank_1_is_named_in_the_error(store: str) -> None:
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """By how many seconds the clock of ranks that join is ahead."""
+    seconds = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + seconds[0], sleep=time.sleep)
+    monkeypatch.setattr(joining, "time", clock)
+    return seconds
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < until, "it never came to that"
+        time.sleep(0.01)
+
+
+def test_a_second_process_of_rank_1_is_named_in_the_error(store: str, ahead: list[float]) -> None:
     calls = {0: 0, 1: 1, 2: 1}
-    begun = begin([1, 2], lambda i: joined(store, calls[i], 2, timeout_s=2.0))
+    begun = begin([1, 2], lambda i: joined(store, calls[i], 2))
     time.sleep(0.1)
-    begun |= begin([0], lambda i: joined(store, 0, 2, timeout_s=2.0))
+    begun |= begin([0], lambda i: joined(store, 0, 2))
+    wait_until(lambda: sum(future.done() for future in begun.values()) == 2)
+    ahead[0] = HANG_S
     groups = ended(begun)
     assert isinstance(groups[0], RankGroup)
     failed = [groups[i] for i in (1, 2) if isinstance(groups[i], Exception)]
@@ -312,12 +332,15 @@ def test_a_second_process_of_rank_1_is_named_in_the_error(store: str) -> None:
     assert any(word in str(failed[0]) for word in ("another process", "complete"))
 
 
-def test_a_second_process_of_rank_0_is_named_in_the_error(store: str) -> None:
-    begun = begin([0], lambda _: joined(store, 0, 2, timeout_s=1.0))
+def test_a_second_process_of_rank_0_is_named_in_the_error(store: str, ahead: list[float]) -> None:
+    begun = begin([0], lambda _: joined(store, 0, 2))
+    wait_until(lambda: len(list_worlds(real_storage(store))) == 1)
     time.sleep(0.1)
-    begun |= begin([10], lambda _: joined(store, 0, 2, timeout_s=1.0))
-    time.sleep(0.1)
-    begun |= begin([1], lambda _: joined(store, 1, 2, timeout_s=1.0))
+    begun |= begin([10], lambda _: joined(store, 0, 2))
+    wait_until(lambda: len(list_worlds(real_storage(store))) == 2)
+    begun |= begin([1], lambda _: joined(store, 1, 2))
+    wait_until(lambda: begun[1].done() and begun[10].done())
+    ahead[0] = HANG_S
     groups = ended(begun)
     assert isinstance(groups[10], RankGroup)
     assert isinstance(groups[1], RankGroup)
@@ -361,7 +384,7 @@ def test_ranks_that_differ_get_an_error_that_names_the_rank_and_the_option(
     before = buffer_threads()
 
     def make(rank: int) -> ReplayBuffer:
-        return opened(store, rank, 3, rank_timeout_s=5.0, **{name: values[rank == 2]})
+        return opened(store, rank, 3, rank_timeout_s=HANG_S, **{name: values[rank == 2]})
 
     failed = _failing(through, 3, make)
     for failure in failed.values():
@@ -422,7 +445,7 @@ def test_ranks_of_different_stores_get_an_error(tmp_path: Path) -> None:
     assert "rank 1" in str(failed[0])
     assert "rank 0" in str(failed[1])
     with through_torch(distributed.HashStore()):
-        failed = outcomes(2, lambda rank: opened(urls[rank], rank, 2, rank_timeout_s=5.0))
+        failed = outcomes(2, lambda rank: opened(urls[rank], rank, 2, rank_timeout_s=HANG_S))
     for failure in failed.values():
         assert isinstance(failure, RankError)
         assert "rank 1" in str(failure)
@@ -437,7 +460,7 @@ def test_a_rank_whose_storage_fails_while_it_enters_is_named_and_leaves_no_threa
 
     def make(rank: int) -> ReplayBuffer:
         with own_storage(storages[rank]):
-            return opened(store, rank, 2, rank_timeout_s=3.0)
+            return opened(store, rank, 2, rank_timeout_s=HANG_S)
 
     failed = outcomes(2, make)
     assert isinstance(failed[0], RankError), failed
@@ -454,7 +477,7 @@ def test_a_storage_error_at_any_call_of_joining_leaves_no_threads_and_a_store_th
 ) -> None:
     before = buffer_threads()
     clean = AtSite(None, is_after, broken)
-    assert set(_entered(str(tmp_path / "clean"), rank, clean).values()) == {"well"}
+    assert set(_entered(str(tmp_path / "clean"), rank, clean, HANG_S).values()) == {"well"}
 
     def enter(numbered: tuple[int, Site]) -> None:
         number, site = numbered
@@ -468,14 +491,14 @@ def test_a_storage_error_at_any_call_of_joining_leaves_no_threads_and_a_store_th
     assert_usable(str(tmp_path / "store0"))
 
 
-def _entered(url: str, rank: int, plan: Plan) -> dict[int, Any]:
+def _entered(url: str, rank: int, plan: Plan, timeout_s: float = 1.0) -> dict[int, Any]:
     trajstore.create(url, SCHEMA, fsync=False)
     storages = [FaultyStorage(real_storage(url)) for _ in range(2)]
     storages[rank].plan = plan
 
     def enter_and_leave(mine: int) -> str:
         with own_storage(storages[mine]):
-            buffer = opened(url, mine, 2, rank_timeout_s=1.0)
+            buffer = opened(url, mine, 2, rank_timeout_s=timeout_s)
             storages[mine].plan = Plan()
             buffer.close()
             return "well"
@@ -493,7 +516,7 @@ def test_torch_is_refused_as_a_way_where_it_is_not_in_use(url: str) -> None:
 
 def test_a_note_of_a_rank_that_disagrees_is_shortened_in_the_error(store: str) -> None:
     notes = torch_notes(store, 2)
-    groups = [RankGroup("w", rank, 2, notes[rank], 5.0) for rank in range(2)]
+    groups = [RankGroup("w", rank, 2, notes[rank], HANG_S) for rank in range(2)]
     failed = outcomes(2, lambda rank: groups[rank].agree("hello", {"thing": str(rank) * 100_000}))
     for failure in failed.values():
         assert isinstance(failure, RankError)
@@ -570,7 +593,7 @@ def test_a_hostile_rank_0_is_refused(store: str, data: bytes) -> None:
 
 
 def test_a_hostile_rank_1_is_refused_by_rank_0(store: str) -> None:
-    begun = begin([0], lambda _: joined(store, 0, 2, timeout_s=5.0))
+    begun = begin([0], lambda _: joined(store, 0, 2))
     while not list_worlds(real_storage(store)):
         time.sleep(0.01)
     world = list_worlds(real_storage(store))[0]
@@ -617,7 +640,8 @@ HOSTILE_NOTES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("notes", list(HOSTILE_NOTES.values()), ids=list(HOSTILE_NOTES))
 def test_a_hostile_announcement_is_refused_by_the_ranks_that_read_it(team: Open, notes: dict[str, Any]) -> None:
-    one = team(2, rank_timeout_s=1.0)
+    one = team(2)
+    one.set_timeout(1.0)
     one.fill()
     storage, world = real_storage(one.url), one.buffers[0].world
     nonce = read_member(storage, world, 0)
@@ -629,7 +653,8 @@ def test_a_hostile_announcement_is_refused_by_the_ranks_that_read_it(team: Open,
 
 @pytest.mark.parametrize("request_note", [5, {"n": "x"}, {"n": 1}, {"n": 1, "name": "../x"}, {"n": 1, "name": 7}])
 def test_a_hostile_request_of_a_rank_is_refused_by_rank_0(team: Open, request_note: Any) -> None:
-    one = team(2, rank_timeout_s=1.0)
+    one = team(2)
+    one.set_timeout(1.0)
     one.fill()
     storage, world = real_storage(one.url), one.buffers[0].world
     nonce = read_member(storage, world, 1)
@@ -660,7 +685,7 @@ def test_a_hostile_request_from_outside_is_refused(team: Open, data: bytes) -> N
 
 def _first_failure(buffer: ReplayBuffer) -> Exception:
     """What the next calls on a buffer raise, at some time."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANG_S
     while time.monotonic() < until:
         try:
             buffer.stats()
@@ -731,9 +756,7 @@ def test_a_request_from_outside_goes_to_the_ranks_that_run(team: Open) -> None:
     one.fill()
     outcomes([0], lambda _: joined(one.url, 0, 2, timeout_s=SHORT_S))
     assert trajstore.request_checkpoint(one.url, "outside") == one.buffers[0].world
-    until = time.monotonic() + 10
-    while not published(one.url) and time.monotonic() < until:
-        time.sleep(0.02)
+    wait_until(lambda: bool(published(one.url)))
     assert [checkpoint.name for checkpoint in published(one.url)] == ["outside"]
 
 

@@ -93,7 +93,7 @@ def test_all_that_was_committed_is_back_and_what_was_open_is_cut(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_checkpoints_of_all_ranks_go_on_after_one_came_back(url: str, ranks: list[ReplayBuffer], rank: int) -> None:
     first = on_all(2, lambda r: ranks[r].save_checkpoint("a", wait=True))
-    asked = ranks[1 - rank].request_checkpoint("asked", wait=True, timeout_s=20)
+    asked = ranks[1 - rank].request_checkpoint("asked", wait=True, timeout_s=60)
     crash(ranks[rank])
     ranks[rank] = rejoin(url, rank)
     for buffer in ranks:
@@ -101,7 +101,7 @@ def test_checkpoints_of_all_ranks_go_on_after_one_came_back(url: str, ranks: lis
     again = on_all(2, lambda r: ranks[r].save_checkpoint("a", wait=True))
     assert len(set(again)) == 1
     assert again[0] != first[0]
-    late = ranks[rank].request_checkpoint("asked", wait=True, timeout_s=20)
+    late = ranks[rank].request_checkpoint("asked", wait=True, timeout_s=60)
     assert [c.id for c in ranks[0].checkpoints] == [first[0], asked, again[0], late]
     assert [c.parent for c in ranks[0].checkpoints] == [None, first[0], asked, again[0]]
     for buffer in ranks:

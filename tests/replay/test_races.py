@@ -439,7 +439,7 @@ def test_two_threads_save_one_after_the_other(url: str) -> None:
             found = before()
             waited.append(1)
             if len(waited) <= 2:
-                both.wait(30)
+                both.wait(120)
             return found
 
         buffer.session.schedule._failure_of_previous = at_once  # type: ignore[method-assign]

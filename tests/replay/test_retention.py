@@ -634,7 +634,7 @@ def test_a_checkpoint_that_is_being_written_is_not_overtaken_by_evictions(url: s
     kept = here(buffer)
     plan.gate.clear()
     buffer.save_checkpoint("a")
-    assert plan.reached.wait(30)
+    assert plan.reached.wait(120)
     for number in range(4, 12):
         buffer.add_episode(episode(number, 20), terminated=True)
         buffer.session.writer.commit()

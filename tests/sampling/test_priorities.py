@@ -1028,7 +1028,7 @@ def test_updates_from_another_thread_while_sampling() -> None:
         assert (batch["priority"]["probability"] > 0).all()
     stop.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert not errors
     set_all(reader, dict.fromkeys(map(tuple, everything.tolist()), 2.0))
     found = drawn_probabilities(reader, Windows(), 2000)

@@ -352,13 +352,13 @@ def test_a_child_forked_while_a_thread_connects_can_read(
     def wait(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != main and not is_over.is_set():
             is_inside.set()
-            is_over.wait(60)
+            is_over.wait(240)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", wait)
     with ThreadPoolExecutor(1) as threads:
         slow = threads.submit(fresh.get, "key")
-        assert is_inside.wait(30)
+        assert is_inside.wait(120)
         try:
             answer = in_child(lambda: fresh.get("key"))
         except EOFError:

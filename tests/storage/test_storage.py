@@ -29,7 +29,7 @@ from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage, open_stora
 from trajstore.testing.conformance import StorageConformance
 
 NOBODY = 65534
-JOIN_S = 30
+JOIN_S = 120
 
 
 class TestLocal(StorageConformance):

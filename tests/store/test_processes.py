@@ -19,8 +19,8 @@ from tests.conftest import Place
 from trajstore import Field, Schema, Snapshot, Store, Writer
 from trajstore.errors import ClosedError
 
-CHILD_S = 90
-BARRIER_S = 30  # shorter, so that a child left alone by one that failed says so
+CHILD_S = 180
+BARRIER_S = 90  # shorter, so that a child left alone by one that failed says so
 KINDS = ["local", pytest.param("s3", marks=pytest.mark.s3)]
 METHODS = ["fork", "spawn"]
 SCHEMA = Schema({"observation": Field("float32", (3,), final=True), "action": Field("int64")})

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-WAIT_S = 30
+WAIT_S = 120
 
 
 @dataclass(frozen=True)

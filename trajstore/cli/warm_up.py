@@ -22,7 +22,7 @@ def warm_up(as_json: AsJson = False) -> int:
     """Compile the loops that draw and copy batches, so that no later process has to wait for it.
 
     The machine code is kept beside the package if that can be written, else in the user's cache directory, or where
-    NUMBA_CACHE_DIR says. Exits with 2 if it can't be kept.
+    NUMBA_CACHE_DIR says. If it can't be kept, stops at once and exits with 2.
     """
     start = time.perf_counter()
     try:
@@ -41,7 +41,7 @@ def compile_loops() -> Facts:
 
     Returns:
         How many loops exist and how many were compiled, where their code is kept, and the names of loops that were
-        not used.
+        not used. The first code that can't be kept is the last that is compiled.
     """
     from trajstore.sampling.compiled.compile_times import COMPILE_TIMES
     from trajstore.sampling.compiled.jit import LOOPS
@@ -51,12 +51,18 @@ def compile_loops() -> Facts:
         importlib.import_module(f"{package.__name__}.{module.name}")
     logging.getLogger("trajstore.sampling.compiled").setLevel(logging.ERROR)  # this command says it itself
     before = COMPILE_TIMES.n_loops
+
+    def is_lost() -> bool:
+        return COMPILE_TIMES.n_loops > before and COMPILE_TIMES.kept_in is None
+
     with progress_bar("loops") as progress:
         for use in _USES:
             use()
             if progress is not None:
                 progress(len(_used(LOOPS)), len(LOOPS))
-    used = _used(LOOPS)
+            if is_lost():
+                break
+    used = set(LOOPS) if is_lost() else _used(LOOPS)
     paths = [loop.stats.cache_path for loop in LOOPS]
     kept_in = COMPILE_TIMES.kept_in if COMPILE_TIMES.n_loops > before else paths[0]
     return {
@@ -173,7 +179,8 @@ def _epochs() -> None:
     Permutation(10, 0)(0, 10)
 
 
-_USES: tuple[Callable[[], None], ...] = (_live_buffer, _small_cache, _threads, _partitions, _epochs)
+# The first compiles one loop: enough to see whether its code can be kept.
+_USES: tuple[Callable[[], None], ...] = (_epochs, _partitions, _live_buffer, _small_cache, _threads)
 
 
 # ---- output
@@ -192,8 +199,8 @@ def _lines(facts: Facts) -> Iterator[str]:
         yield f"Nothing to compile: the code of all loops is kept in {facts['kept_in']}; checked in {seconds}."
     elif facts["kept_in"] is None:
         yield (
-            f"Compiled {format_count(facts['n_compiled'], 'loop')} in {seconds}, but no directory can be written to"
-            " keep the code: every process compiles them again. Set NUMBA_CACHE_DIR to a directory that can be"
+            f"Stopped after {format_count(facts['n_compiled'], 'loop')}: no directory can be written to keep the"
+            " code, so every process compiles all loops again. Set NUMBA_CACHE_DIR to a directory that can be"
             " written."
         )
     else:
