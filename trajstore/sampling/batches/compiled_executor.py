@@ -17,12 +17,13 @@ from trajstore.sampling.batches.batch_program import FINAL_MASK, MASKS, PER_WIND
 from trajstore.sampling.batches.outputs import check_outputs
 from trajstore.sampling.batches.torch_executor import TorchExecutor, drawn_facts
 from trajstore.sampling.compiled import program_layout as at
-from trajstore.sampling.compiled.torch_threads import TorchThreads
+from trajstore.sampling.compiled.torch_threads import TorchThreads, with_gil
 from trajstore.sampling.index.episode_index import EpisodeIndex
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows, WindowStarts
 from trajstore.schema import Array, Schema
 
+_PLAN_SCRATCH = (at.FACTS, at.SPANS, at.ROWS_OF_STARTS, at.PART_NUMBERS)
 _ORIGINS = ("step", "observed", "reached")
 # Fewer bytes are copied in less time than it takes to get the GIL back, or to start a thread.
 _MANY_BYTES = 1 << 18
@@ -138,6 +139,7 @@ class CompiledExecutor(TorchExecutor):
         self._can_draw = windows.weight == "window" and not windows.provenance
         self._given: list[torch.Tensor] = []  # keeps the memory of given windows during a call
         self._threads = TorchThreads()
+        self._run_with_gil = with_gil(loops.run_parts.address)
         self._window_bytes = 0  # of the rows of one window
         self._shifts = np.zeros((at.CALL_SIZE + self._n_columns, 2), np.int64)
         self._job = np.zeros(at.JOB_SIZE, np.int64)
@@ -223,12 +225,14 @@ class CompiledExecutor(TorchExecutor):
         numbers[at.ROWS], numbers[at.SOURCES] = rows.data_ptr(), sources.data_ptr()
         numbers[at.POSITIONS], numbers[at.EXISTS] = positions.data_ptr(), exists.data_ptr()
         numbers[at.HANDLES] = handles.data_ptr()
-        sizes = (8 * at.N_FACTS * n, 8 * n, 8 * n)
-        numbers[at.FACTS], numbers[at.SPANS], numbers[at.ROWS_OF_STARTS] = self._scratch.addresses(sizes)
+        sizes = (8 * at.N_FACTS * n, 8 * n, 8 * n, 8 * (at.CALL_SIZE + self._n_columns))
+        addresses = self._scratch.addresses(sizes)
+        for position, address in zip(_PLAN_SCRATCH, addresses, strict=True):
+            numbers[position] = address
         numbers[at.MASKS : at.MASKS + len(masks)] = [mask.data_ptr() for mask in masks]
         self._give_windows(numbers, draw)
         self._call[:] = numbers
-        self._execute(starts)
+        self._execute(starts, n)
         known = dict(zip(self._mask_names, masks, strict=True)) | {"index": handles}
         known |= drawn_facts(self._index, self._windows, draw)
         return self._as_plan(shape, (rows, sources, positions, exists), known, targets)
@@ -306,14 +310,11 @@ class CompiledExecutor(TorchExecutor):
     def _execute_batch(self, starts: WindowStarts, layout: _Layout) -> int:
         """Make the whole batch; a large one without the GIL, by several threads if possible."""
         if layout.n * self._window_bytes < _MANY_BYTES:
-            return self._execute(starts)
-        job, drawn = self._job, bool(self._call[at.IS_DRAWN])
+            return self._execute(starts, layout.n)
+        drawn = bool(self._call[at.IS_DRAWN])
         for position in (at.ENTRY, at.START, at.N_OF_WINDOW):
             self._shifts[position] = (0, -(-8 * layout.part // 64) * 64) if drawn else (8, 0)
-        self._follow_index(starts)
-        job[at.JOB_PART : at.JOB_SIZE] = layout.part, 0, 0, -1
-        self._threads.call(self._loops.run_parts.address, self._job_address, layout.n_threads)
-        return int(job[at.JOB_FAILED])
+        return self._execute(starts, layout.part, layout.n_threads)
 
     def _find_columns(self, cache: ChunkCache) -> bool:
         """Bring the table of columns up to date; returns whether all of them are resident."""
@@ -340,15 +341,18 @@ class CompiledExecutor(TorchExecutor):
     def _new_layout(self, n: int, n_threads: int) -> _Layout:
         windows = self._windows
         sizes, part = self._scratch_sizes(), self._part_of(n, n_threads)
-        per_thread = [-(-size * part // 64) * 64 for size in sizes.values()]  # no cache line belongs to two threads
+        per_thread = {position: size * part for position, size in sizes.items()}
+        per_thread[at.PART_NUMBERS] = 8 * (at.CALL_SIZE + self._n_columns)
+        # No cache line belongs to two threads.
+        per_thread = {position: -(-size // 64) * 64 for position, size in per_thread.items()}
         numbers = [0] * at.CALL_SIZE
-        addresses = self._scratch.addresses([size * n_threads for size in per_thread])
-        for position, address in zip(sizes, addresses, strict=True):
+        addresses = self._scratch.addresses([size * n_threads for size in per_thread.values()])
+        for position, address in zip(per_thread, addresses, strict=True):
             numbers[position] = address
         numbers[at.N_WINDOWS], numbers[at.COPIES] = n, 1
         if self.program.n_step is not None:
             numbers[at.GAMMA] = self.program.n_step.gamma.data_ptr()
-        self._set_shifts(dict(zip(sizes, per_thread, strict=True)))
+        self._set_shifts(per_thread)
         lead = (n,) if windows.squeeze else (n, windows.size)
         outputs = [
             (o.key, ((n,) if o.key in PER_WINDOW_KEYS else lead) + o.shape, o.dtype, o.shown) for o in self._outputs
@@ -453,17 +457,16 @@ class CompiledExecutor(TorchExecutor):
         numbers[at.N_COUNTER] = numbers[at.COUNTER] + n
         numbers[at.LOW], numbers[at.LIMIT] = low + starts.base, starts.total - low
 
-    def _execute(self, starts: WindowStarts) -> int:
+    def _execute(self, starts: WindowStarts, part: int, n_threads: int = 0) -> int:
+        """Make a batch in parts of so many windows; without threads, this one makes it and keeps the GIL."""
         self._follow_index(starts)
-        failed: int = self._loops.run(
-            self._program_numbers,
-            self._offset_numbers,
-            self._index_numbers,
-            self._columns,
-            self._addresses,
-            self._call,
-        )
-        return failed
+        job = self._job
+        job[at.JOB_PART : at.JOB_SIZE] = part, 0, 0, -1
+        if n_threads:
+            self._threads.call(self._loops.run_parts.address, self._job_address, n_threads)
+        else:
+            self._run_with_gil(self._job_address)
+        return int(job[at.JOB_FAILED])
 
     def _follow_index(self, starts: WindowStarts) -> None:
         index = self._index

@@ -33,9 +33,17 @@ def compiled_with_gil(function: F) -> F:
     return _compiled(function, nogil=False)
 
 
-def _compiled(function: F, *, nogil: bool) -> F:
+def inlined(function: F) -> F:
+    """Make a function part of the loop that calls it, so that no code is compiled for it alone.
+
+    For a function that only calls loops: numba inlines large ones slowly.
+    """
+    return _compiled(function, nogil=True, inline="always")
+
+
+def _compiled(function: F, *, nogil: bool, inline: str = "never") -> F:
     njit: Any = numba.njit
-    loop = njit(nogil=nogil)(function)
+    loop = njit(nogil=nogil, no_cfunc_wrapper=True, inline=inline)(function)
     loop._cache = CodeCache(function)
     LOOPS.append(loop)
     done: F = loop

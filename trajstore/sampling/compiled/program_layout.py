@@ -37,7 +37,8 @@ COLUMN_SIZE = 7
 N_WINDOWS, IS_DRAWN, SEED, COUNTER, LOW, LIMIT = range(6)
 ENTRY, START, N_OF_WINDOW, HANDLES, ROWS, SOURCES, POSITIONS, EXISTS = range(6, 14)
 TAKEN, IS_TERMINAL, GAMMA, REWARDS, RETURNS, DISCOUNTS, SEGMENTS, COPIES, FACTS = range(14, 23)
-SPANS, ROWS_OF_STARTS, N_COUNTER, MASKS = range(23, 27)  # N_COUNTER: of the drawn numbers of steps
+# N_COUNTER: of the drawn numbers of steps. PART_NUMBERS: address of a part's own ``call`` and ``outputs``.
+SPANS, ROWS_OF_STARTS, N_COUNTER, PART_NUMBERS, MASKS = range(23, 28)
 CALL_SIZE = MASKS + 7  # the last seven are the addresses of masks
 
 # Positions in the argument of `run_parts`: addresses of the arrays, the number of columns, how many windows a part

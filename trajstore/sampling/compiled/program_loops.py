@@ -2,8 +2,7 @@
 
 The loops work on memory addresses that `compiled_executor` puts into a few arrays of integers, so a call costs the
 same however many columns a batch has; `program_layout` describes the arrays. They give bit by bit what
-`torch_executor` gives. All but `run` work without the GIL. A large batch is made in parts, by one or more threads.
-Importing this module imports numba.
+`torch_executor` gives. A large batch is made in parts, by one or more threads. Importing this module imports numba.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.sampling.compiled.jit import CFunction, compiled, compiled_with_gil, random_bits
+from trajstore.sampling.compiled.jit import CFunction, compiled, inlined, random_bits
 from trajstore.sampling.compiled.memory_access import MANY, array_at, pointer, take_number
 from trajstore.sampling.compiled.program_layout import (
     BEGINS,
@@ -74,6 +73,7 @@ from trajstore.sampling.compiled.program_layout import (
     OBSERVED,
     OPEN,
     PAD_LEFT,
+    PART_NUMBERS,
     PLAIN,
     POSITIONS,
     REACH,
@@ -406,7 +406,7 @@ def _shift_rows(index: Array, call: Array, near: Array, rows: Array, sources: Ar
             sources[b, i] = source
 
 
-@compiled
+@inlined
 def _make(program: Array, offsets: Array, index: Array, columns: Array, outputs: Array, call: Array) -> int:
     """Make a batch: draw its windows, unless they are given, frame them, copy all rows and sum rewards.
 
@@ -428,12 +428,6 @@ def _make(program: Array, offsets: Array, index: Array, columns: Array, outputs:
     return failed
 
 
-@compiled_with_gil
-def run(program: Array, offsets: Array, index: Array, columns: Array, outputs: Array, call: Array) -> int:
-    """Make a small batch, or find the rows of a batch; see `_make`."""
-    return _make(program, offsets, index, columns, outputs, call)
-
-
 @compiled
 def _shift(numbers: Array, shifts: Array, n_windows: Any, n_threads: Any, shifted: Array) -> None:
     """Write the numbers of a part of a batch, before which there are so many windows and threads."""
@@ -441,9 +435,9 @@ def _shift(numbers: Array, shifts: Array, n_windows: Any, n_threads: Any, shifte
         shifted[i] = numbers[i] + shifts[i, 0] * n_windows + shifts[i, 1] * n_threads
 
 
-@compiled
-def _run_parts(job: Array) -> None:
+def _run_parts(address: Any) -> None:
     """Make one part of a batch after the other, until all parts are taken; other threads do the same."""
+    job = array_at(pointer(address), (JOB_SIZE,), np.int64)
     n_columns, part = job[JOB_N_COLUMNS], job[JOB_PART]
     program = array_at(pointer(job[JOB_PROGRAM]), (MANY,), np.int64)
     offsets = array_at(pointer(job[JOB_OFFSETS]), (MANY,), np.int64)
@@ -452,9 +446,11 @@ def _run_parts(job: Array) -> None:
     outputs = array_at(pointer(job[JOB_OUTPUTS]), (n_columns,), np.int64)
     call = array_at(pointer(job[JOB_CALL]), (CALL_SIZE,), np.int64)
     shifts = array_at(pointer(job[JOB_SHIFTS]), (CALL_SIZE + n_columns, 2), np.int64)
-    part_call, part_outputs = np.empty(CALL_SIZE, np.int64), np.empty(n_columns, np.int64)
-    thread = take_number(job.ctypes.data + 8 * JOB_NEXT_THREAD)
-    start = part * take_number(job.ctypes.data + 8 * JOB_NEXT_PART)
+    thread = take_number(address + 8 * JOB_NEXT_THREAD)
+    start = part * take_number(address + 8 * JOB_NEXT_PART)
+    own = call[PART_NUMBERS] + thread * shifts[PART_NUMBERS, 1]
+    part_call = array_at(pointer(own), (CALL_SIZE,), np.int64)
+    part_outputs = array_at(pointer(own + 8 * CALL_SIZE), (n_columns,), np.int64)
     while start < call[N_WINDOWS]:
         _shift(call, shifts[:CALL_SIZE], start, thread, part_call)
         _shift(outputs, shifts[CALL_SIZE:], start, thread, part_outputs)
@@ -462,11 +458,7 @@ def _run_parts(job: Array) -> None:
         failed = _make(program, offsets, index, columns, part_outputs, part_call)
         if failed >= 0:
             job[JOB_FAILED] = failed
-        start = part * take_number(job.ctypes.data + 8 * JOB_NEXT_PART)
+        start = part * take_number(address + 8 * JOB_NEXT_PART)
 
 
-def _run_parts_of(job: Any) -> None:
-    _run_parts(array_at(pointer(job), (JOB_SIZE,), np.int64))
-
-
-run_parts = CFunction(_run_parts_of)  # `_run_parts` as a C function, which several threads call for one large batch
+run_parts = CFunction(_run_parts)  # several threads may call it for one batch

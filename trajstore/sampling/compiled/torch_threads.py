@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+_FUNCTION_WITH_GIL = ctypes.PYFUNCTYPE(None, ctypes.c_int64)
 
 
 def _find_parallel() -> Any:
@@ -29,6 +31,15 @@ def _find_parallel() -> Any:
         parallel.restype = None
         return parallel
     return None
+
+
+def with_gil(function: int) -> Callable[[int], None]:
+    """Return the C function at an address as one that is called with an address, and keeps the GIL.
+
+    For calls of a few microseconds: a thread that waits for the GIL would take it at each call, and the caller
+    would wait much longer to get it back than the call takes.
+    """
+    return _FUNCTION_WITH_GIL(function)
 
 
 class TorchThreads:
