@@ -369,6 +369,30 @@ def test_a_rank_whose_storage_fails_is_named_and_the_next_one_succeeds(team: Ope
     assert contents(one.url, "latest") == expected(one)
 
 
+@pytest.mark.parametrize("n_failures", [1, 2])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_that_comes_after_rank_0_has_failed_takes_part_in_the_same_checkpoint(
+    team: Open, is_first: bool, n_failures: int
+) -> None:
+    one = team(N)
+    one.fill()
+    if not is_first:
+        one.saved("base")
+    one.plan(0, Broken("checkpoints/"))
+    for _ in range(n_failures):
+        assert isinstance(one.save("a", [0])[0], StorageError)
+    one.plan(0, None)
+    for _ in range(n_failures):
+        for rank, outcome in one.save("a", range(1, N)).items():
+            assert isinstance(outcome, RankError), (rank, outcome)
+            assert not isinstance(outcome, RankTimeoutError)  # rank 0 has not begun the next one
+            assert "rank 0" in str(outcome)
+    assert not _incomplete(one.url)
+    one.fill()
+    one.saved("a")
+    assert contents(one.url, "latest") == expected(one)
+
+
 @pytest.mark.parametrize("k", range(1, N))
 def test_a_rank_whose_part_was_removed_because_rank_0_failed_says_why(team: Open, k: int) -> None:
     one = team(N)

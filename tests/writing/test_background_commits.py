@@ -774,7 +774,7 @@ BAD_CALLS: dict[str, BadCall] = {
         "'observation': expected 2 leading axes",
     ),
     "metadata that is not JSON": (
-        lambda w: w.append_episode(steps(1, 2), env=1, metadata={"callback": print}),
+        lambda w: w.append_episode(steps(1, 2), env=1, metadata={"callback": len}),
         DataError,
         "metadata .*callback.*not storable as JSON.*builtin_function",
     ),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trajstore.distributed.checkpoint_requests import CheckpointRequests
 from trajstore.distributed.rank_group import RankGroup
 from trajstore.replay.checkpoint_lineage import CheckpointLineage, is_published
 from trajstore.replay.checkpoint_writer import CapturedState, CheckpointWriter
-from trajstore.replay.collective_checkpoint import collective_id
+from trajstore.replay.collective_checkpoint import collective_id, has_failed_alone
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
 
@@ -83,6 +84,8 @@ class CheckpointSchedule:
 
     def start(self, *, is_back: bool = False) -> None:
         """Begin to check for requests; ``is_back``: this session replaces one of the same rank that died."""
+        if is_back:
+            self._last_id = self._concluded()
         if self._requests is not None:
             self._requests.start(is_back=is_back)
 
@@ -141,12 +144,19 @@ class CheckpointSchedule:
 
     def _next_id(self, name: str) -> str:
         """The id that all ranks give to the next checkpoint: it follows from the one that rank 0 concluded last."""
-        last = self._group.read(f"concluded/{_CALLED}")
+        last = self._concluded()
+        if last not in (self._after, self._last_id):  # rank 0 has concluded one without this rank
+            missed = collective_id(self._group.id, name, str(self._last_id))
+            if has_failed_alone(self._group, missed):  # that is the one which this call is for
+                last = self._last_id
         # Rank 0 may not have been able to post its conclusion: then the store decides.
         if last == self._after and self._last_id is not None and self._is_published(self._last_id):
             last = self._last_id
         self._after, self._last_id = last, collective_id(self._group.id, name, str(last))
         return self._last_id
+
+    def _concluded(self) -> Any:
+        return self._group.read(f"concluded/{_CALLED}")
 
     def _is_published(self, id_: str) -> bool:
         return self._called.published == id_ or is_published(self._storage, id_)

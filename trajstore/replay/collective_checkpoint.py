@@ -27,6 +27,12 @@ def collective_id(world: str, name: str, after: str) -> str:
     return derived_id(name, world, digest)
 
 
+def has_failed_alone(group: RankGroup, checkpoint_id: str) -> bool:
+    """Whether rank 0 has given a checkpoint up because its own part failed, without waiting for other ranks."""
+    outcome = group.read(f"outcome/{checkpoint_id}")
+    return isinstance(outcome, dict) and outcome.get("alone") is True
+
+
 class CollectiveCheckpoint:
     """One rank's share in one collective checkpoint.
 
@@ -117,7 +123,7 @@ class CollectiveCheckpoint:
 
     def _post_failure(self, key: str, reason: str) -> None:
         if self._group.is_leader:
-            self._conclude({"failed": reason})
+            self._conclude({"failed": reason, "alone": True})
             self._withdraw()
         else:
             with contextlib.suppress(RankError, StorageError):
