@@ -101,9 +101,9 @@ class CollectiveCheckpoint:
             own = put_part()
             note = {"name": self._name, "streams": {stream: _to_note(extent) for stream, extent in own.items()}}
             self._group.notes.post_all({**dict.fromkeys(self._old_notes), key: note})
-        except ConflictError as conflict:
-            self._post_failure(key, f"rank {self._group.rank}: {conflict}")
-            raise self._reason_of_removal() or conflict from conflict
+        except (ConflictError, StorageError) as failure:
+            self._post_failure(key, f"rank {self._group.rank}: {failure}")
+            raise self._reason_of_removal() or failure from failure
         except BaseException as failure:
             self._post_failure(key, f"rank {self._group.rank}: {failure}")
             raise
