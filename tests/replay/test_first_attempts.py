@@ -309,8 +309,7 @@ def test_ends_without_final_values_and_autoreset_are_mentioned_once(
     with caplog.at_level(logging.WARNING), small(url) as buffer:
         buffer.append(step, envs=2)
         buffer.append(step, envs=2, terminated=ends, autoreset="same_step")
-        assert not caplog.records
+        assert "reset themselves" not in caplog.text
         buffer.append(step, envs=2, terminated=ends)
         buffer.append(step, envs=2, terminated=ends)
-    (record,) = caplog.records
-    assert "append does not know when they reset themselves" in record.getMessage()
+    assert caplog.text.count("append does not know when they reset themselves") == 1

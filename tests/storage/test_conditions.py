@@ -56,7 +56,7 @@ def test_an_object_is_put_once_and_the_server_is_named_once(place: Place, caplog
         assert storage.put_once("a/two", b"mine")
     assert storage.get("a/one") == b"mine"
     assert not storage.is_exclusive
-    assert [r.getMessage().count("ignores conditions") for r in caplog.records] == [1]
+    assert sum(r.getMessage().count("ignores conditions") for r in caplog.records) == 1
 
 
 def test_a_server_that_heeds_conditions_is_known_as_such(s3_endpoint: str, s3_bucket: str) -> None:

@@ -399,7 +399,7 @@ def test_what_an_exception_dropped_is_counted_and_logged(
     with pytest.raises(KeyError), caplog.at_level("WARNING"):
         leave_by(KeyError(), writer, n_committed=4)
     assert writer.stats()["dropped_steps"] == 3
-    assert ["3 steps that no commit had taken were dropped" in r.getMessage() for r in caplog.records] == [True]
+    assert sum("3 steps that no commit had taken were dropped" in r.getMessage() for r in caplog.records) == 1
 
 
 def test_an_exception_carries_a_note_where_the_discard_failed(open_writer: OpenWriter, url: str) -> None:
