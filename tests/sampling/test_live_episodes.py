@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import trajstore
+from tests.support.faulty import BlockPuts, FaultyStorage, real_storage, through
 from trajstore import Field, Priorities, Reader, Schema, Store, Windows, Writer
 from trajstore.sampling.live.writer_inbox import WriterInbox
 from trajstore.writing.staging import Staging
@@ -244,6 +245,31 @@ def test_a_commit_is_made_when_live_rows_run_out(monkeypatch: pytest.MonkeyPatch
     model.check(reader)
     for _ in range(100):
         model.append(0)
+    model.check(reader)
+    writer.close()
+
+
+def test_rows_are_shown_that_found_room_only_because_a_commit_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were handed off when no live rows were free, and a commit that frees some was reported meanwhile."""
+    monkeypatch.setattr("trajstore.sampling.live.live_pages.LivePages.set_rows", lambda self, n: _few(self))
+    plan = BlockPuts()
+    plan.gate.set()
+    with through(FaultyStorage(real_storage("memory://blocked-puts"), plan)):
+        store = new_store()
+    writer = store.writer(commit_seconds=None, buffer_bytes="1MB")
+    reader, model = Reader(store, writer=writer, cache_bytes="32MB"), Model(writer)
+    for _ in range(200):
+        model.append(0)
+    model.check(reader)  # all pages are taken
+    writer.commit()
+    plan.gate.clear()
+    for _ in range(200):
+        model.append(0)
+    writer.begin_commit()
+    assert plan.reached.wait(60)
+    reader.sample(1, Windows())
+    assert reader.assembler.index.n_steps == 400
+    plan.gate.set()
     model.check(reader)
     writer.close()
 

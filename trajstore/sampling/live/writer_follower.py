@@ -91,6 +91,8 @@ class WriterFollower:
             if not rows.has_cache and not self._make_cache(staging):
                 return None
             self._take(staging)
+            while self.episodes.is_behind(staging) and not self.episodes.is_full:
+                self._take(staging)  # the rows that found no room before have it since commits were taken
             needs_commit = may_commit and self.episodes.is_full and self.episodes.is_behind(staging)
             if self._commits_early and staging is not None and self.episodes.pages.is_half_taken:
                 writer.begin_commit()  # in the background, so that live rows become free before they run out
