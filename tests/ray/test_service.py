@@ -464,7 +464,7 @@ def test_an_end_whose_steps_died_with_the_actor_is_no_error(url: str, started: A
 
 @ray.remote(num_cpus=0.1)
 def collect_until(buffer: RayReplayBuffer, who: int, stop: Path) -> tuple[int, int]:
-    """Append until the file ``stop`` exists, and 20 steps more; returns the number of steps and how many are lost."""
+    """Append until the file ``stop`` exists, and 20 steps more; returns how many steps were appended, and lost."""
     n_steps, until = 0, time.monotonic() + 300
     with buffer.writer(block_steps=16) as writer:
         while not stop.exists() and time.monotonic() < until:
@@ -499,8 +499,9 @@ def test_collectors_that_never_stop_lose_nothing_committed_and_nothing_is_torn(
         who, env, first = steps[0]
         assert steps == [(who, env, first + i) for i in range(len(steps))]
         assert first // 10 == steps[-1][2] // 10  # nothing is joined across an end
-    last = {(who, env): max(i for w, e, i in seen if (w, e) == (who, env)) for who in range(2) for env in range(N_ENVS)}
-    assert last == {(who, env): n_steps[who] - 1 for who in range(2) for env in range(N_ENVS)}
+    pairs = [(who, env) for who in range(2) for env in range(N_ENVS)]
+    last = {pair: max(i for who, env, i in seen if (who, env) == pair) for pair in pairs}
+    assert last == {pair: n_steps[pair[0]] - 1 for pair in pairs}
 
 
 def test_an_actor_that_may_not_be_restarted_is_an_error_and_not_a_wait(url: str, started: Any) -> None:

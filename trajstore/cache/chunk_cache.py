@@ -3,7 +3,8 @@
 Every column has an arena of slots on the device and a page table that says which slot holds which page. A page is
 a piece of a chunk, or a whole one. Finding missing pages, choosing pages to evict and gathering rows are operations
 on whole batches. A column that fits its share of the budget has a slot for every page; once all of them are
-resident, a gather needs nothing from the host.
+resident, a gather needs nothing from the host. On the CPU, the pages of a column that does not fit are mapped from
+their files if the column is stored raw: they take no slots, and are never evicted.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from trajstore.cache.cache_version import CacheVersion
 from trajstore.cache.chunk_fetcher import ChunkFetcher
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.compressed_tier import CompressedTier
+from trajstore.cache.object_maps import ObjectMaps
 from trajstore.cache.oversized_batches import OversizedBatches
 from trajstore.cache.page_loader import PageLoader
+from trajstore.cache.page_mapper import PageMapper
 from trajstore.cache.page_table import MIN_STORED_SLOTS
 from trajstore.cache.row_copier import RowCopier
 from trajstore.cache.row_request import RowRequest
@@ -80,7 +83,10 @@ class ChunkCache:
         self._columns: dict[str, ColumnPages] = {}
         self._version = CacheVersion()
         self._live_columns: tuple[Mapping[str, int], Array] | None = None
-        fetcher = ChunkFetcher(storage, self.tier, self.stats)
+        self._maps = ObjectMaps()
+        self._mapper = PageMapper(storage, self._maps, self.stats)
+        self._marks: dict[str, int] = {}  # by stream: the first row whose files are still mapped
+        fetcher = ChunkFetcher(storage, self.tier, self._maps, self.stats)
         self._loader = PageLoader(fetcher, self.stats)
         self._oversized = OversizedBatches(self._loader, fetcher, self.stats, kernels)
         self._copier = RowCopier(kernels, storage) if kernels is not None else TensorRowCopier()
@@ -101,6 +107,7 @@ class ChunkCache:
         self._live_columns = None
         readers = [None, *readers]  # source 0 holds live rows
         self._drop_grown_chunks(readers)
+        self._drop_grown_maps(readers)
         self._loader.readers = readers
         present = [reader for reader in readers if reader is not None]
         n_rows = [self._live_rows, *(reader.record.rows if reader else 0 for reader in readers[1:])]
@@ -116,9 +123,10 @@ class ChunkCache:
                     path, spec, page_rows, self._device, self._version, self._live_rows, self._kernels
                 )
                 self._columns[path] = column
-            column.table.set_rows(n_rows, marks, written)
+            column.table.set_rows(n_rows, marks, written, self._can_map(path))
             column.n_live_used = self.n_live_used
         share_budget(self._columns.values(), self._budget)
+        self._drop_evicted_maps(marks)
         for path, old in replaced.items():
             self._columns[path].adopt_live_rows(old, self.n_live_used)
 
@@ -134,6 +142,38 @@ class ChunkCache:
                 if n_filled:
                     self.tier.drop((old.record.id, path, chunk))
 
+    def _can_map(self, path: str) -> list[bool]:
+        """By source: whether pages of a field can be mapped from files."""
+        if self._kernels is None:
+            return []
+        return [reader is not None and reader.can_map(f"steps/{path}") for reader in self._loader.readers]
+
+    def _drop_grown_maps(self, readers: Sequence[StreamReader | None]) -> None:
+        """Unmap the objects that were replaced because their streams grew, and all of streams that are gone."""
+        for source, old in enumerate(self._loader.readers):
+            new = readers[source]
+            if old is None or (new is not None and old.record.rows == new.record.rows):
+                continue
+            for path, column in self._columns.items():
+                if chunk_rows := old.chunk_rows(f"steps/{path}"):
+                    number = old.object_number(f"steps/{path}", old.record.rows // chunk_rows)
+                    first = 0 if new is None else old.first_row(f"steps/{path}", number)
+                    column.forget_mapped(source, first, old.record.rows)
+                    self._maps.drop(old.record.id, path, number)
+            if new is None:
+                self._maps.drop_stream(old.record.id)
+
+    def _drop_evicted_maps(self, marks: Sequence[int]) -> None:
+        """Unmap objects whose rows are all evicted. Their pages are forgotten already."""
+        for reader, mark in zip(self._loader.readers, marks, strict=False):
+            if reader is None or self._marks.get(reader.record.id, 0) == mark:
+                continue
+            self._marks[reader.record.id] = mark
+            for path in self._columns:
+                if chunk_rows := reader.chunk_rows(f"steps/{path}"):
+                    number = reader.object_number(f"steps/{path}", mark // chunk_rows)
+                    self._maps.drop_below(reader.record.id, path, number)
+
     def resize(self, budget: int, host_budget: int) -> None:
         """Change the budgets; chunks that no longer fit are dropped."""
         self._budget = budget
@@ -147,6 +187,7 @@ class ChunkCache:
         """Drop everything that was read from storage. Live rows stay."""
         for column in self._columns.values():
             column.table.forget(np.arange(column.table.n_live_pages, column.table.n_pages))
+        self._maps.clear()
         self.tier.clear()
 
     def room(self, fields: Sequence[str] | None) -> int:
@@ -154,7 +195,10 @@ class ChunkCache:
         chosen = [self._columns[path] for path in selected_paths(self._schema, fields)]
         if not chosen:
             raise DataError("fields: staged draws need at least one field, got none")
-        return min((c.table.n_slots - c.table.n_live_pages) * c.page_rows for c in chosen)
+        return min(
+            (c.table.n_pages if c.is_mapped else c.table.n_slots - c.table.n_live_pages) * c.page_rows
+            for c in chosen
+        )
 
     @property
     def version(self) -> int:
@@ -183,12 +227,14 @@ class ChunkCache:
             ValueError: They do not fit in the cache together with room for others; nothing is pinned.
         """
         self._loader.tick += 1
+        self._limit_maps()
         pages: dict[str, Array] = {}
         for w in wanted:
             found = self._columns[w.path].table.distinct_pages(w.source, w.row, self._loader.tick)
             pages[w.path] = np.union1d(pages.get(w.path, found[:0]), found)
         for path, needed in pages.items():
             table = self._columns[path].table
+            needed = pages[path] = self._map_missing(self._columns[path], needed)
             n_more = len(needed) - table.count_pinned(needed)
             if n_more + table.n_pinned + MIN_STORED_SLOTS > table.n_slots < table.n_pages:
                 raise ValueError(
@@ -276,9 +322,12 @@ class ChunkCache:
         return results
 
     def resident_columns(self, paths: Iterable[str]) -> list[ColumnPages] | None:
-        """Return the columns of fields if every page of them is resident; else None. Valid for this `version`."""
+        """Return the columns of fields if every page of them is resident or can be mapped; else None.
+
+        Valid for this `version`. Pages that can be mapped are absent until a batch asked for them.
+        """
         columns = [self._columns[path] for path in paths]
-        return columns if all(column.table.is_complete for column in columns) else None
+        return columns if all(column.table.is_complete or column.is_mapped for column in columns) else None
 
     def _make_resident(self, wanted: Mapping[str, RowRequest]) -> set[str]:
         """Load missing pages; returns the columns that have fewer slots than the batch needs, left as they are."""
@@ -289,10 +338,13 @@ class ChunkCache:
                 pages.setdefault(w.path, []).append(table.distinct_pages(w.source, w.row, self._loader.tick))
         if not pages:
             return set()
+        self._limit_maps()
         self.stats.n_syncs += self._device.type != "cpu"
-        needed = [
-            (self._columns[path], self._with_completing(path, _union(parts))) for path, parts in pages.items()
-        ]
+        needed = []
+        for path, parts in pages.items():
+            column, asked = self._columns[path], self._with_completing(path, _union(parts))
+            if len(in_slots := self._map_missing(column, asked)):
+                needed.append((column, in_slots))
         oversized = {
             column.path
             for column, distinct in needed
@@ -302,6 +354,25 @@ class ChunkCache:
             [(column, distinct) for column, distinct in needed if column.path not in oversized]
         )
         return oversized
+
+    def _map_missing(self, column: ColumnPages, pages: Array) -> Array:
+        """Map those of the pages that can be mapped; returns the others, which need slots."""
+        if not column.table.maps_pages:
+            return pages
+        can_map = column.table.mappable(pages) & (column.table.slots(pages) < 0)
+        missing = column.table.missing(pages[can_map])
+        self.stats.hits += int(can_map.sum()) - len(missing)
+        if len(missing):
+            self._mapper.map_pages(column, self._loader.readers, missing)
+        return pages[~can_map]
+
+    def _limit_maps(self) -> None:
+        """Unmap all files if there are too many; called before a batch maps what it needs."""
+        if not self._maps.is_full:
+            return
+        for column in self._columns.values():
+            column.table.forget_mapped(np.arange(column.table.n_pages))
+        self._maps.clear()
 
     def _with_completing(self, path: str, pages: Array) -> Array:
         """Add some absent pages, if the column has slots for all its pages and the batch misses none.

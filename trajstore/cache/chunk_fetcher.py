@@ -10,10 +10,11 @@ from typing import TypeVar
 from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.compressed_tier import ChunkKey, CompressedTier
+from trajstore.cache.object_maps import ObjectMaps
 from trajstore.errors import StorageError
 from trajstore.schema import Array
 from trajstore.storage import Storage
-from trajstore.store.stream_reader import StreamReader
+from trajstore.store.stream_reader import ChunkError, StreamReader
 
 _N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _WAVE_CHUNKS = 256  # encoded chunks that are held in memory at once when they come over a network
@@ -44,11 +45,13 @@ class ChunkFetcher:
     Args:
         storage: Reads objects, and lends its threads.
         tier: Compressed chunks in RAM.
+        maps: Mapped objects; chunks of shards in local files are read from them.
         stats: Where reads and decoded bytes are counted.
     """
 
-    def __init__(self, storage: Storage, tier: CompressedTier, stats: CacheStats) -> None:
+    def __init__(self, storage: Storage, tier: CompressedTier, maps: ObjectMaps, stats: CacheStats) -> None:
         self._storage = storage
+        self._maps = maps
         self._tier = tier
         self._stats = stats
         self._counting = threading.Lock()
@@ -132,8 +135,25 @@ class ChunkFetcher:
             reader.decode_chunk(array, number, kept, out)
             self._count(out.nbytes, n_host_hits=1)
             return
-        data = self._fetched.pop(key, None) or reader.chunk(array, number, encoded)
-        reader.decode_chunk(array, number, data, out)
+        if reader.are_shards_mapped(array):
+            data = self._decode_mapped(chunk, out)
+        else:
+            fetched = self._fetched.pop(key, None)
+            data = reader.chunk(array, number, encoded) if fetched is None else fetched
+            reader.decode_chunk(array, number, data, out)
         self._count(out.nbytes, n_read=len(data))
         if self._tier.budget:  # after decoding: only chunks that passed their checksum are kept
             self._tier.put(key, data)
+
+    def _decode_mapped(self, chunk: StoredChunk, out: Array) -> memoryview:
+        """Decode a chunk of a mapped shard into ``out``; returns the encoded chunk."""
+        reader, path, number = chunk
+        array = f"steps/{path}"
+        mapped = self._maps.get(reader, path, number)  # also keeps it mapped during this call
+        try:
+            data = mapped.file.view(*reader.find_chunk(array, number, mapped))
+            reader.decode_chunk(array, number, data, out)
+        except ChunkError:  # the file may be replaced by a good one
+            self._maps.drop(reader.record.id, path, reader.object_number(array, number))
+            raise
+        return data

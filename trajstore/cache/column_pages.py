@@ -49,6 +49,11 @@ class ColumnPages:
         self.arena = Arena(spec, page_rows, device, version, kernels)
 
     @property
+    def is_mapped(self) -> bool:
+        """Whether every stored page can be mapped from a file and needs no slot."""
+        return self.table.maps_pages and self.table.n_slot_pages == self.table.n_live_pages
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the arena."""
         return self.table.n_slots * self.page_bytes
@@ -80,10 +85,20 @@ class ColumnPages:
         return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, out.data_ptr()
 
     def addresses(self) -> tuple[int, int, int, int, int]:
-        """Return the first five numbers of the column for `program_loops`; the third is 0 if it needs no table."""
+        """Return the first five numbers of the column for `program_loops`; the third is 0 if it needs no table.
+
+        If pages are mapped, those that no batch has asked for yet are absent.
+        """
         arena, table = self.arena, self.table
         slots = 0 if table.is_direct else table.slot_of_page.data_ptr
         return arena.data_ptr, arena.row_bytes, slots, self.page_rows, table.first_virtual_row.data_ptr
+
+    def forget_mapped(self, source: int, start: int, stop: int) -> None:
+        """Make the mapped pages of a source absent that hold rows from ``start`` to ``stop``."""
+        if self.table.n_mapped:
+            first = self.table.first_page(source)
+            pages = np.arange(first + start // self.page_rows, first - (-stop // self.page_rows))
+            self.table.forget_mapped(pages)
 
     # ---- live rows
 

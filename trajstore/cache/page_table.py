@@ -1,4 +1,6 @@
-"""The page table of one column: which page lies in which slot, and which slot is reused next.
+"""The page table of one column: where each page lies, and which slot is reused next.
+
+A page lies in a slot of the arena, or in a file that is mapped into memory, or nowhere.
 
 The pages of all sources of a column are numbered consecutively. A row has the same place in that numbering, its
 *virtual row*: page number times rows per page, plus the position within the page.
@@ -41,9 +43,11 @@ class PageTable:
 
     Attributes:
         n_resident: Pages that lie in a slot.
+        n_mapped: Pages that lie in a mapped file.
         n_pinned: Slots that are not reused, those of live pages included.
         is_direct: Page ``i`` lies in slot ``i`` or nowhere, so virtual rows are arena rows.
-        slot_of_page: By page: its slot, or -1.
+        slot_of_page: By page: its slot; -1 if the page lies nowhere; below that, the negative of the memory address
+            of a page in a mapped file.
         first_virtual_row: By source: the virtual row of its row 0.
         layout_version: Rises when `first_virtual_row` changes.
     """
@@ -59,6 +63,7 @@ class PageTable:
         self.page_rows = page_rows
         self.n_live_pages = n_live_pages
         self.n_resident = 0
+        self.n_mapped = 0
         self.n_pinned = 0
         self.is_direct = True
         self.slot_of_page = GrowableArray(np.int64, device)
@@ -69,6 +74,7 @@ class PageTable:
         self._kernels = kernels
         self._last_tick = np.zeros(0, np.int64)  # by page: the tick at which `distinct_pages` last found it
         self._capacity: list[int] = []  # by source: pages in its range
+        self._can_map = np.zeros(0, bool)  # by source: whether its pages can be mapped
         self._n_rows: list[int] = []  # by source: rows known
         self._first_used: list[int] = []  # by source: the first page that was not evicted
         self._n_used = 0  # pages that hold rows that can be asked for
@@ -107,11 +113,21 @@ class PageTable:
     @property
     def is_complete(self) -> bool:
         """Whether every page that holds rows is resident."""
-        return self.n_resident == self._n_used
+        return self.n_resident + self.n_mapped == self._n_used
 
     @property
     def has_slot_for_every_page(self) -> bool:
         return self.n_slots >= self.n_pages
+
+    @property
+    def maps_pages(self) -> bool:
+        """Whether pages that can be mapped are mapped: not all pages have a slot."""
+        return bool(self._can_map.any()) and not self.has_slot_for_every_page
+
+    @property
+    def n_slot_pages(self) -> int:
+        """Pages that need a slot: they can't be mapped."""
+        return sum(n for n, can_map in zip(self._capacity, self._can_map.tolist(), strict=True) if not can_map)
 
     @property
     def min_slots(self) -> int:
@@ -120,7 +136,13 @@ class PageTable:
 
     # ---- sources and their rows
 
-    def set_rows(self, n_rows: Sequence[int], marks: Sequence[int] = (), written: int = -1) -> None:
+    def set_rows(
+        self,
+        n_rows: Sequence[int],
+        marks: Sequence[int] = (),
+        written: int = -1,
+        can_map: Sequence[bool] = (),
+    ) -> None:
         """Set how many rows each source has, and forget the pages that are out of date.
 
         Args:
@@ -128,7 +150,9 @@ class PageTable:
             marks: By source: the first row that was not evicted; 0 for sources without an entry.
             written: The source whose new rows come from live rows. Its partly filled last page stays resident:
                 `ColumnPages.move_live_rows` adds the rows that it lacks.
+            can_map: By source: whether its pages can be mapped; False for sources without an entry.
         """
+        self._can_map = np.array([*can_map, *[False] * (len(n_rows) - len(can_map))], bool)
         for source, n in enumerate(n_rows):
             self._make_room(source, self._count_pages(n))
             self._forget_changed(source, n, is_written=source == written)
@@ -242,15 +266,26 @@ class PageTable:
         self.n_resident += len(pages)
         self._note_completeness()
 
+    def set_mapped(self, pages: Array, addresses: Array) -> None:
+        """Record that absent pages lie in mapped files, at these memory addresses."""
+        self.slot_of_page.put(pages, -addresses)
+        self.n_mapped += len(pages)
+        self._note_completeness()
+
     def forget(self, pages: Array) -> None:
         """Make pages absent and their slots empty."""
         slots = self.slot_of_page.host[pages]
-        resident = slots >= 0
+        resident, present = slots >= 0, slots != _ABSENT
         self._slot_page[slots[resident]] = _ABSENT
         self._slot_tick[slots[resident]] = 0
-        self.slot_of_page.put(pages[resident], np.full(int(resident.sum()), _ABSENT))
+        self.slot_of_page.put(pages[present], np.full(int(present.sum()), _ABSENT))
         self.n_resident -= int(resident.sum())
+        self.n_mapped -= int(present.sum()) - int(resident.sum())
         self._note_completeness()
+
+    def forget_mapped(self, pages: Array) -> None:
+        """Make those of the pages absent that lie in mapped files."""
+        self.forget(pages[self.slot_of_page.host[pages] < _ABSENT])
 
     def touch(self, pages: Array, tick: int) -> None:
         """Record that those pages which are resident are used at ``tick``."""
@@ -277,13 +312,20 @@ class PageTable:
     # ---- looking up
 
     def slots(self, pages: Array) -> Array:
-        """Return the slot of each page, or -1."""
+        """Return the slot of each page; a negative number if it does not lie in a slot."""
         slots: Array = self.slot_of_page.host[pages]
         return slots
 
     def missing(self, pages: Array) -> Array:
-        """Return those of the pages that are not resident."""
-        return pages[self.slot_of_page.host[pages] < 0]
+        """Return those of the pages that lie nowhere."""
+        absent: Array = self.slot_of_page.host[pages] == _ABSENT
+        return pages[absent]
+
+    def mappable(self, pages: Array) -> Array:
+        """Return which of the pages can be mapped, as a mask."""
+        source, _ = self.locate(pages)
+        can_map: Array = self._can_map[source]
+        return can_map
 
     def absent_pages(self, n_most: int) -> Array:
         """Return at most ``n_most`` pages that hold rows and are not resident."""

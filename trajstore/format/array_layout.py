@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.errors import FormatError, SchemaError
+from trajstore.errors import CorruptionError, FormatError, SchemaError
 from trajstore.format.codec import CRC_BYTES, Codec
 from trajstore.format.json_values import MAX_ROWS, parse_bounded_integer
 from trajstore.schema import DTYPES, Array, Field
@@ -94,6 +94,11 @@ class ArrayLayout:
     def chunk_bytes(self) -> int:
         return self.row_bytes * self.chunk_rows
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether chunks are stored as they are, so that rows can be read without decoding."""
+        return self.codec.name == "none"
+
     def empty_chunk(self) -> Array:
         return np.zeros((self.chunk_rows, *self.row_shape), self.dtype)
 
@@ -129,6 +134,16 @@ class ArrayLayout:
         out = np.empty((self.chunks_per_shard, 2), np.uint64)
         Codec("none").decode(data, out)
         return out
+
+    def check_place(self, start: int, size: int, object_bytes: int = 1 << 62) -> None:
+        """Refuse a place of a chunk in an object that no chunk can have.
+
+        Raises:
+            CorruptionError: It is too large, ends behind the object, or has another size than raw chunks have.
+        """
+        most = self.chunk_bytes + CRC_BYTES if self.is_raw else 2 * self.chunk_bytes + 4096
+        if size > most or start + size > object_bytes or (self.is_raw and size < most):
+            raise CorruptionError(f"it has {size} bytes at byte {start} of its object, which is impossible")
 
     def metadata(self, rows: int) -> dict[str, Any]:
         """The array's ``zarr.json``, as a dict."""

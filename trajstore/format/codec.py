@@ -118,13 +118,21 @@ class Codec:
         Raises:
             CorruptionError: The data is damaged, or its size is not that of ``out``.
         """
-        if len(data) < CRC_BYTES or crc32c(data) != _CRC_RESIDUE:
-            raise CorruptionError("checksum does not match")
-        self.check_size(data, out.nbytes)
+        self.check(data, out.nbytes)
         try:
             self._decompress(memoryview(data)[:-CRC_BYTES], out)
         except (ValueError, RuntimeError, IndexError) as error:
             raise CorruptionError(f"can't be decoded: {error}") from error
+
+    def check(self, data: bytes | memoryview, expected: int) -> None:
+        """Refuse data whose checksum does not match, or that does not declare ``expected`` decoded bytes.
+
+        Raises:
+            CorruptionError: It is damaged.
+        """
+        if len(data) < CRC_BYTES or crc32c(data) != _CRC_RESIDUE:
+            raise CorruptionError("checksum does not match")
+        self.check_size(data, expected)
 
     def check_size(self, data: bytes | memoryview, expected: int) -> None:
         """Refuse data whose header does not declare ``expected`` decoded bytes.

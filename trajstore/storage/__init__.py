@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec.core
 
+from trajstore.storage.file_maps import FileMap
 from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Put, Storage
 from trajstore.storage.local import LocalStorage
 from trajstore.storage.remote import FsspecStorage
@@ -20,7 +21,18 @@ from trajstore.storage.remote import FsspecStorage
 # Protocols for which one put is one request that replaces the whole object.
 _ATOMIC = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 
-__all__ = ["ABSENT", "ANY", "OWN", "UNSEEN", "FsspecStorage", "LocalStorage", "Put", "Storage", "open_storage"]
+__all__ = [
+    "ABSENT",
+    "ANY",
+    "OWN",
+    "UNSEEN",
+    "FileMap",
+    "FsspecStorage",
+    "LocalStorage",
+    "Put",
+    "Storage",
+    "open_storage",
+]
 
 
 def open_storage(

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 from trajstore.background_pool import BackgroundPool
 from trajstore.errors import StorageError
+from trajstore.storage.file_maps import FileMap
 
 T = TypeVar("T")
 
@@ -63,6 +64,19 @@ class Storage:
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         """Bytes ``[start, stop)`` of an object."""
+        raise NotImplementedError
+
+    @property
+    def can_map(self) -> bool:
+        """Whether `map_object` can be called."""
+        return False
+
+    def map_object(self, key: str) -> FileMap:
+        """The object in the address space of the process: reading it needs no call and no copy.
+
+        Raises:
+            FileNotFoundError: It does not exist.
+        """
         raise NotImplementedError
 
     def size(self, key: str) -> int:

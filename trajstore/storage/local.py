@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 from trajstore.errors import StorageError
 from trajstore.storage.atomic_files import sync_file
+from trajstore.storage.file_maps import FileMap, can_map_files
 from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage, check_key, check_tree, storage_error
 
 _N_THREADS = 4
@@ -70,6 +72,14 @@ class LocalStorage(Storage):
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         with self._translated("read", key), open(self._path(key), "rb", buffering=0) as file:
             return os.pread(file.fileno(), stop - start, start)
+
+    @functools.cached_property
+    def can_map(self) -> bool:
+        return can_map_files(self._root)
+
+    def map_object(self, key: str) -> FileMap:
+        with self._translated("read", key):
+            return FileMap(self._path(key))
 
     def size(self, key: str) -> int:
         with self._translated("read", key):

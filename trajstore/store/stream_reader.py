@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
 from trajstore.schema import Array, Schema, stored_fill
-from trajstore.storage import Storage
+from trajstore.storage import FileMap, Storage
 
 _WAVE_CHUNKS = 64  # read at a time
 
@@ -27,6 +28,14 @@ class ChunkError(CorruptionError):
 
 class MissingChunkError(ChunkError):
     """A committed chunk does not exist: it was evicted, or lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedObject:
+    """An object in memory, and where its chunks lie in it: their (offset, size) pairs."""
+
+    file: FileMap
+    index: Array
 
 
 class StreamReader:
@@ -118,6 +127,55 @@ class StreamReader:
             return None
         return f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
 
+    def can_map(self, path: str) -> bool:
+        """Whether chunks of an array can be mapped with `map_object`: they are raw, in files of this machine."""
+        layout = self.record.layouts.get(path)
+        return layout is not None and layout.is_raw and self._storage.can_map
+
+    def are_shards_mapped(self, path: str) -> bool:
+        """Whether chunks of an array should be read from mapped shards."""
+        layout = self.record.layouts.get(path)
+        return layout is not None and layout.shard_rows is not None and self._storage.can_map
+
+    def first_row(self, path: str, number: int) -> int:
+        """The first row of an object of an array."""
+        layout = self.record.layouts[path]
+        return number * (layout.shard_rows or layout.chunk_rows)
+
+    def object_number(self, path: str, index: int) -> int:
+        """The number of the object that holds a chunk of an array."""
+        return index // self.record.layouts[path].chunks_per_shard
+
+    def map_object(self, path: str, number: int) -> MappedObject:
+        """Map an object of an array. No chunk is read or checked."""
+        layout = self.record.layouts[path]
+        first = number * layout.chunks_per_shard
+        with self._named(path, layout, first):
+            file = self._storage.map_object(f"streams/{self.record.id}/{path}/{layout.chunk_key(first)}")
+            if layout.shard_rows is None:
+                return MappedObject(file, np.array([[0, len(file.data)]], np.uint64))
+            n_bytes = layout.shard_index_bytes
+            start = 0 if layout.index_at_start else max(0, len(file.data) - n_bytes)
+            return MappedObject(file, layout.decode_shard_index(file.data[start : start + n_bytes].tobytes()))
+
+    def find_chunk(self, path: str, index: int, mapped: MappedObject) -> tuple[int, int]:
+        """Where a chunk begins and ends in its mapped object, its checksum included."""
+        layout = self.record.layouts[path]
+        start, size = (int(n) for n in mapped.index[index % layout.chunks_per_shard])
+        with self._named(path, layout, index):
+            layout.check_place(start, size, len(mapped.file.data))
+        return start, start + size
+
+    def check_chunk(self, path: str, index: int, data: memoryview) -> None:
+        """Check the checksum of a chunk that was mapped.
+
+        Raises:
+            ChunkError: It does not match.
+        """
+        layout = self.record.layouts[path]
+        with self._named(path, layout, index):
+            layout.codec.check(data, layout.chunk_bytes)
+
     def decode_chunk(self, path: str, index: int, data: bytes | memoryview, out: Array) -> None:
         """Decode the result of `chunk` into ``out``, a contiguous array of one chunk."""
         layout = self.record.layouts[path]
@@ -152,8 +210,7 @@ class StreamReader:
             return self._storage.get(key)
         shard, inner = divmod(index, layout.chunks_per_shard)
         offset, size = (int(n) for n in self._shard_index(path, layout, shard, key)[inner])
-        if size > 2 * layout.chunk_bytes + 4096 or offset >= 1 << 62:
-            raise CorruptionError(f"the shard index gives it {size} bytes at offset {offset}, which is impossible")
+        layout.check_place(offset, size)
         return self._storage.get_range(key, offset, offset + size)
 
     def _shard_index(self, path: str, layout: ArrayLayout, shard: int, key: str) -> Array:

@@ -38,9 +38,10 @@ from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
 from trajstore.sampling.batches.batch_plan import BatchPlan
 from trajstore.sampling.batches.batch_program import PER_WINDOW_KEYS, BatchProgram
-from trajstore.sampling.batches.compiled_executor import CompiledExecutor, Scratch
+from trajstore.sampling.batches.compiled_executor import CompiledExecutor
 from trajstore.sampling.batches.outputs import check_outputs
 from trajstore.sampling.batches.plan_rows import check_not_evicted, with_moved_rows
+from trajstore.sampling.batches.scratch import Scratch
 from trajstore.sampling.batches.torch_executor import TorchExecutor
 from trajstore.sampling.batches.triton_executor import TritonExecutor, new_executor
 from trajstore.sampling.compiled.selection import compiled_loops

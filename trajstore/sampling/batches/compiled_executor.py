@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -15,6 +15,7 @@ from trajstore.cache.row_request import RowRequest
 from trajstore.sampling.batches.batch_plan import BatchPlan, TransitionTargets
 from trajstore.sampling.batches.batch_program import FINAL_MASK, MASKS, PER_WINDOW_KEYS, BatchProgram
 from trajstore.sampling.batches.outputs import check_outputs
+from trajstore.sampling.batches.scratch import Scratch
 from trajstore.sampling.batches.torch_executor import TorchExecutor, drawn_facts
 from trajstore.sampling.compiled import program_layout as at
 from trajstore.sampling.compiled.torch_threads import TorchThreads, with_gil
@@ -29,33 +30,8 @@ _ORIGINS = ("step", "observed", "reached")
 _MANY_BYTES = 1 << 18
 _PART_ROWS = 2048  # of a part of a large batch: intermediate results of these take some 100 KB
 _PARTS_OF_THREAD = 4  # at least, so that threads end together
+_MAX_MISSES = 8  # batches with pages that were not mapped yet, after which one in so many is tried
 _REWARD_BYTES = {"float32": 4, "float64": 8}  # rewards of these dtypes are summed by the compiled loop
-
-
-class Scratch:
-    """Memory that one batch after the other uses; guarded by the assembler's lock.
-
-    Attributes:
-        generation: Rises when the memory moves; addresses of earlier generations are not valid any longer.
-    """
-
-    def __init__(self) -> None:
-        self.generation = 0
-        self._memory = np.empty(0, np.uint8)
-        self._address = 0
-
-    def addresses(self, sizes: Sequence[int]) -> list[int]:
-        """Return the addresses of parts of these sizes in bytes; their contents are arbitrary."""
-        total = sum(sizes) + 64 * len(sizes)
-        if total > len(self._memory):
-            self._memory = np.empty(total + total // 4, np.uint8)
-            self._address = int(self._memory.ctypes.data)
-            self.generation += 1
-        found, at = [], self._address
-        for size in sizes:
-            found.append(at)
-            at += -(-size // 64) * 64
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +105,9 @@ class CompiledExecutor(TorchExecutor):
         self._columns = np.zeros((self._n_columns, at.COLUMN_SIZE), np.int64)
         self._cache_version = -1  # when the table of columns was made
         self._is_resident = False
+        self._is_mapped = [False] * self._n_columns  # whether pages of a column may be absent
+        self._n_misses = 0  # batches in a row with a page that was not mapped yet
+        self._n_misses_expected = 0  # batches that are not tried, because others before them missed a page
         self._call = np.zeros(at.CALL_SIZE, np.int64)
         self._addresses = np.zeros(self._n_columns, np.int64)
         self._pads = self._pad_rows(schema)
@@ -271,8 +250,8 @@ class CompiledExecutor(TorchExecutor):
     ) -> dict[str, torch.Tensor] | None:
         """Make a flat batch in one call; returns None, and draws nothing, if that is not possible.
 
-        It is not possible if columns are not resident as a whole, for windows that cross episodes, and for rewards
-        of rare dtypes.
+        It is not possible if columns are not resident as a whole or mapped, if a page of the batch is not mapped
+        yet, for windows that cross episodes, and for rewards of rare dtypes.
 
         Args:
             cache: Has the columns.
@@ -281,6 +260,9 @@ class CompiledExecutor(TorchExecutor):
             outs: Memory to write to, by key.
         """
         given = drawn if isinstance(drawn, DrawnWindows) else None
+        if self._n_misses_expected:
+            self._n_misses_expected -= 1
+            return None
         if not self._can_run(starts, is_given=given is not None) or not self._find_columns(cache):
             return None
         layout = self._layout_of(drawn[0] if isinstance(drawn, tuple) else len(drawn.entry))
@@ -294,11 +276,22 @@ class CompiledExecutor(TorchExecutor):
         flat = self._allocate(layout, numbers, outs)
         self._call[:] = numbers
         if (failed := self._execute_batch(starts, layout)) >= 0:
-            path = self._outputs[failed].path
-            raise RuntimeError(f"field '{path}': a row is not in the cache (internal error; please report)")
+            self._note_miss(failed)
+            if isinstance(drawn, tuple):
+                drawn[1].counter = int(self._call[at.COUNTER])  # the same windows are drawn again
+            return None
+        self._n_misses = 0
         if given is not None:
             flat |= drawn_facts(self._index, self._windows, given)
         return flat
+
+    def _note_miss(self, output: int) -> None:
+        """Note that a page was not mapped yet. After several misses in a row, do not try every batch."""
+        if not self._is_mapped[output]:
+            path = self._outputs[output].path
+            raise RuntimeError(f"field '{path}': a row is not in the cache (internal error; please report)")
+        self._n_misses = min(self._n_misses + 1, _MAX_MISSES)
+        self._n_misses_expected = self._n_misses - 1
 
     def _can_run(self, starts: WindowStarts, *, is_given: bool) -> bool:
         return starts.chains is None and self._sums_rewards and (is_given or self._can_draw)
@@ -325,6 +318,7 @@ class CompiledExecutor(TorchExecutor):
             groups = [g for g, group in enumerate(self.program.groups) for _ in group.fields]
             for i, column in enumerate(found or ()):
                 pad = self._pads[i]
+                self._is_mapped[i] = column.is_mapped
                 self._columns[i] = (*column.addresses(), groups[i], 0 if pad is None else pad.ctypes.data)
             rows = [len(self.program.groups[g].offsets) for g in groups]
             self._window_bytes = int(self._columns[:, 1] @ rows) * self._windows.size if rows else 0

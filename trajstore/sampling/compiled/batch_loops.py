@@ -14,7 +14,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from trajstore.sampling.compiled.jit import compiled, random_bits
-from trajstore.sampling.compiled.memory_access import MANY, array_at, copy_memory, pointer, prefetch
+from trajstore.sampling.compiled.memory_access import MANY, array_at, copy_memory, page_address, pointer, prefetch
 from trajstore.sampling.compiled.searching import last_at
 from trajstore.schema import Array
 
@@ -124,8 +124,8 @@ def copy_columns(columns: Array, source: Array, row: Array) -> int:
     """Copy the same rows of several columns; neighbouring rows are copied together.
 
     Each line of ``columns`` holds the memory address of the arena, the bytes of a row, the memory address of the
-    page table (slot by page), the rows of a page, the memory address of the sources' first virtual rows, and the
-    memory address that the rows go to.
+    page table (`PageTable.slot_of_page`), the rows of a page, the memory address of the sources' first virtual
+    rows, and the memory address that the rows go to.
 
     Returns -1, or the number of the first column with a page that is not resident; copying stops there.
     """
@@ -139,7 +139,8 @@ def copy_columns(columns: Array, source: Array, row: Array) -> int:
             for w in range(0 if b == 0 else b + _AHEAD, min(b + _AHEAD + 1, n_windows)):
                 address = row[w, 0] + _number_at(row_base, np.int64(source[w, 0]))
                 page = address // page_rows
-                at = arena + (_number_at(table, page) * page_rows + address - page * page_rows) * row_bytes
+                at = page_address(arena, _number_at(table, page), page_rows * row_bytes)
+                at += (address - page * page_rows) * row_bytes
                 for line in range(0, n_ahead, _LINE):
                     prefetch(at + line)
             j = 0
@@ -149,13 +150,13 @@ def copy_columns(columns: Array, source: Array, row: Array) -> int:
                 address = first + _number_at(row_base, origin)
                 page = address // page_rows
                 slot = _number_at(table, page)
-                if slot < 0:
+                if slot == -1:
                     return c
                 stop = min(n, j + (page + 1) * page_rows - address)
                 k = j + 1
                 while k < stop and row[b, k] - first == k - j and source[b, min(k, last_source)] == origin:
                     k += 1
-                at = arena + (slot * page_rows + address - page * page_rows) * row_bytes
+                at = page_address(arena, slot, page_rows * row_bytes) + (address - page * page_rows) * row_bytes
                 copy_memory(out + (b * n + j) * row_bytes, at, (k - j) * row_bytes)
                 j = k
     return -1

@@ -9,6 +9,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from trajstore.sampling.compiled.jit import compiled
+
 MANY = 1 << 31  # the length of arrays whose length does not matter
 
 array_at: Any = numba.carray  # type: ignore[attr-defined]  # an array from a pointer, its shape and dtype
@@ -80,3 +82,9 @@ def _as_prefetch(context: Any, address: Any) -> Any:
 
 
 prefetch: Any = intrinsic(_as_prefetch)  # asks for the cache line of a memory address; any number is allowed
+
+
+@compiled
+def page_address(arena: Any, slot: Any, page_bytes: Any) -> Any:
+    """Return the memory address of a page: in a slot of the arena, or, if ``slot`` is below -1, in a file."""
+    return arena + slot * page_bytes if slot >= 0 else -slot

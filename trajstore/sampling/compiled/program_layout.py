@@ -7,9 +7,9 @@ Addresses in them are memory addresses.
   first offset in ``offsets``, and the number of offsets of all groups before it. The rows of a group start at that
   number times the steps of a batch.
 - ``index``: addresses of the arrays of the episode index and of the running sums, from `LOGICAL` on.
-- ``columns``, seven numbers for each output: address of the arena, bytes of a row, address of the page table (0 if
-  pages lie in the slots of their own numbers), rows of a page, address of the sources' first virtual rows, group,
-  and address of a row that pads (0: pads repeat).
+- ``columns``, seven numbers for each output: address of the arena, bytes of a row, address of the page table
+  (`PageTable.slot_of_page`; 0 if pages lie in the slots of their own numbers), rows of a page, address of the
+  sources' first virtual rows, group, and address of a row that pads (0: pads repeat).
 - ``outputs``: the address that each column's rows go to.
 - ``call``: what differs from batch to batch, from `N_WINDOWS` on. Addresses are 0 where a batch has no such output.
 - ``shifts``, two numbers for each of ``call`` and of ``outputs``: what it grows by with every window before a part

@@ -15,6 +15,7 @@ from trajstore.sampling.compiled.memory_access import (
     move_4,
     move_8,
     move_16,
+    page_address,
     pointer,
     prefetch,
 )
@@ -90,17 +91,17 @@ def _copy_paged(column: Array, segments: Array, n_segments: int, out: Any) -> bo
         for ahead in range(0 if i == 0 else i + _AHEAD, min(i + _AHEAD + 1, n_segments)):
             virtual = segments[ahead, 0] + first_rows[segments[ahead, 1]]
             page = virtual // page_rows
-            at = arena + (slots[page] * page_rows + virtual - page * page_rows) * row_bytes
+            at = page_address(arena, slots[page], page_rows * row_bytes) + (virtual - page * page_rows) * row_bytes
             for line in range(0, min(segments[ahead, 3] * row_bytes, _MAX_AHEAD), _LINE):
                 prefetch(at + line)
         virtual, place, count = segments[i, 0] + first_rows[segments[i, 1]], segments[i, 2], segments[i, 3]
         while count:
             page = virtual // page_rows
             slot = slots[page]
-            if slot < 0:
+            if slot == -1:
                 return False
             n = min(count, (page + 1) * page_rows - virtual)
-            at = arena + (slot * page_rows + virtual - page * page_rows) * row_bytes
+            at = page_address(arena, slot, page_rows * row_bytes) + (virtual - page * page_rows) * row_bytes
             _copy(out + place * row_bytes, at, n * row_bytes)
             virtual, place, count = virtual + n, place + n, count - n
     return True

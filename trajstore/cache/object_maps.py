@@ -1,0 +1,60 @@
+"""The objects of streams that are mapped into memory."""
+
+from __future__ import annotations
+
+from trajstore.store.stream_reader import MappedObject, StreamReader
+
+_MAX_MAPS = 20_000  # Linux allows a process 65,530 by default
+
+
+class ObjectMaps:
+    """Mapped objects by stream, field and number. Threads may call `get`; the others with the owner's lock held."""
+
+    def __init__(self) -> None:
+        self._maps: dict[tuple[str, str], dict[int, MappedObject]] = {}
+
+    @property
+    def n(self) -> int:
+        """How many objects are mapped."""
+        return sum(map(len, self._maps.values()))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more objects should be mapped; the owner forgets all mapped pages and calls `clear`."""
+        return self.n >= _MAX_MAPS
+
+    def get(self, reader: StreamReader, path: str, chunk: int) -> MappedObject:
+        """Return the object that holds a chunk of a field; maps it if necessary.
+
+        Raises:
+            ChunkError: It is missing, or its index is damaged.
+        """
+        maps = self._maps.setdefault((reader.record.id, path), {})
+        number = reader.object_number(f"steps/{path}", chunk)
+        mapped = maps.get(number)
+        if mapped is None:
+            mapped = maps.setdefault(number, reader.map_object(f"steps/{path}", number))
+        return mapped
+
+    def drop(self, stream: str, path: str, number: int) -> None:
+        """Unmap one object."""
+        self._maps.get((stream, path), {}).pop(number, None)
+
+    def drop_below(self, stream: str, path: str, number: int) -> None:
+        """Unmap the objects of a field with lower numbers."""
+        for lower in [n for n in self._maps.get((stream, path), {}) if n < number]:
+            self.drop(stream, path, lower)
+
+    def drop_field(self, path: str) -> None:
+        """Unmap all objects of a field."""
+        for key in [key for key in self._maps if key[1] == path]:
+            del self._maps[key]
+
+    def drop_stream(self, stream: str) -> None:
+        """Unmap all objects of a stream."""
+        for key in [key for key in self._maps if key[0] == stream]:
+            del self._maps[key]
+
+    def clear(self) -> None:
+        """Unmap all objects."""
+        self._maps.clear()

@@ -1,0 +1,104 @@
+"""Maps the pages of raw columns from files, so that batches copy rows from the page cache of the system.
+
+Every chunk is checked against its checksum once, before any of its rows are used.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trajstore.cache.cache_stats import CacheStats
+from trajstore.cache.column_pages import ColumnPages
+from trajstore.cache.object_maps import ObjectMaps
+from trajstore.schema import Array
+from trajstore.storage import FileMap, Storage
+from trajstore.store.stream_reader import StreamReader
+
+_MIN_TASK_BYTES = 1 << 20  # a thread checks at least this many bytes
+_N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass(frozen=True, slots=True)
+class _MappedChunk:
+    """A chunk in a mapped file: the bytes ``[start, stop)`` of it, checksum included."""
+
+    reader: StreamReader
+    number: int
+    file: FileMap
+    start: int
+    stop: int
+
+
+class PageMapper:
+    """Maps and checks pages. Not thread-safe: its owner calls it with a lock held, and reads pages with it held.
+
+    Args:
+        storage: Its threads check chunks.
+        maps: The mapped objects.
+        stats: Where mapped pages and bytes are counted.
+    """
+
+    def __init__(self, storage: Storage, maps: ObjectMaps, stats: CacheStats) -> None:
+        self._storage = storage
+        self._maps = maps
+        self._stats = stats
+
+    def map_pages(self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array) -> None:
+        """Map absent pages of a column, and check the chunks that hold them.
+
+        Raises:
+            ChunkError: A chunk is damaged or missing. No page of the column is mapped then, so that a file is read
+                again if it was replaced by a good one.
+        """
+        start = time.perf_counter()
+        try:
+            chunks, addresses = self._find(column, readers, pages)
+            self._check(column.path, chunks)
+        except BaseException:
+            column.table.forget_mapped(np.arange(column.table.n_pages))
+            self._maps.drop_field(column.path)
+            raise
+        column.table.set_mapped(pages, addresses)
+        self._stats.misses += len(pages)
+        self._stats.bytes_read += sum(chunk.stop - chunk.start for chunk in chunks)
+        self._stats.seconds["load"] += time.perf_counter() - start
+
+    def _find(
+        self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array
+    ) -> tuple[list[_MappedChunk], Array]:
+        """Return the chunks that hold pages, and the memory address of each page."""
+        source, page = column.table.locate(pages)
+        chunks: dict[tuple[int, int], _MappedChunk] = {}
+        addresses = np.empty(len(pages), np.int64)
+        for i, (s, p) in enumerate(zip(source.tolist(), page.tolist(), strict=True)):
+            reader = readers[s]
+            assert reader is not None  # the index has rows of this stream, so it exists
+            pages_per_chunk = (reader.chunk_rows(f"steps/{column.path}") or column.page_rows) // column.page_rows
+            number, position = divmod(p, pages_per_chunk)
+            chunk = chunks.get((s, number))
+            if chunk is None:
+                chunk = chunks[s, number] = self._map(reader, column.path, number)
+            addresses[i] = chunk.file.address + chunk.start + position * column.page_bytes
+        return list(chunks.values()), addresses
+
+    def _map(self, reader: StreamReader, path: str, number: int) -> _MappedChunk:
+        mapped = self._maps.get(reader, path, number)
+        start, stop = reader.find_chunk(f"steps/{path}", number, mapped)
+        mapped.file.prefetch(start, stop)  # the disk reads all chunks of the batch at once
+        return _MappedChunk(reader, number, mapped.file, start, stop)
+
+    def _check(self, path: str, chunks: Sequence[_MappedChunk]) -> None:
+        n_bytes = sum(chunk.stop - chunk.start for chunk in chunks)
+        n_tasks = max(1, min(_N_CPUS, len(chunks), n_bytes // _MIN_TASK_BYTES))
+
+        def check_part(task: int) -> None:
+            for chunk in chunks[task::n_tasks]:
+                data = chunk.file.view(chunk.start, chunk.stop)
+                chunk.reader.check_chunk(f"steps/{path}", chunk.number, data)
+
+        self._storage.map(check_part, range(n_tasks))

@@ -1,0 +1,108 @@
+"""Files in the address space of the process, read without system calls or copies.
+
+Python's own ``mmap`` keeps a file descriptor for every file; a store may have more objects than a process may have
+descriptors, so the system is called directly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_PROT_READ, _MAP_SHARED = 1, 1
+_RANDOM, _WILL_NEED = 1, 3  # advice, the same on Linux and macOS
+_FAILED = ctypes.c_void_p(-1).value
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
+# A file that another machine deletes or cuts off is an error at each read on these, never a lost process.
+_LOCAL_SYSTEMS = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "tmpfs", "ramfs", "overlay"}
+)
+
+
+@functools.cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return libc
+
+
+class FileMap:
+    """A file, mapped for reading. It stays as it was when it was mapped, even if its name is deleted or replaced.
+
+    Attributes:
+        address: Memory address of the first byte; valid as long as this object exists.
+        data: The bytes, read-only. Use it only while this object exists.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.address = 0
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            self._size = os.fstat(descriptor).st_size
+            self.data: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+            if self._size:
+                self._map(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _map(self, descriptor: int) -> None:
+        libc = _libc()
+        address = libc.mmap(None, self._size, _PROT_READ, _MAP_SHARED, descriptor, 0)
+        if address in (None, _FAILED):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self.address = int(address)
+        self._unmap = libc.munmap  # found here: modules may be gone when the interpreter ends
+        # Rows are read in random order: the system need not read ahead.
+        libc.madvise(self.address, self._size, _RANDOM)
+        self.data = np.ctypeslib.as_array((ctypes.c_uint8 * self._size).from_address(self.address))
+        self.data.flags.writeable = False
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """The bytes from ``start`` to ``stop``. Use it only while this object exists."""
+        return self.data.data[start:stop]
+
+    def prefetch(self, start: int, stop: int) -> None:
+        """Let the system read bytes from the disk, without waiting for it."""
+        first = start // _PAGE_BYTES * _PAGE_BYTES
+        _libc().madvise(self.address + first, stop - first, _WILL_NEED)
+
+    def __del__(self) -> None:
+        if self.address:
+            self._unmap(self.address, self._size)
+
+
+def can_map_files(directory: Path) -> bool:
+    """Whether files below a directory can be mapped: it is on a local file system that is known to be safe.
+
+    If a mapped file of a network file system vanishes, the next access ends the process.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    return _file_system(os.path.realpath(directory), mounts) in _LOCAL_SYSTEMS
+
+
+def _file_system(path: str, mounts: list[str]) -> str:
+    """The type of the file system that a path lies on, by the lines of ``/proc/self/mountinfo``."""
+    found, longest = "", -1
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        point = before.split(" ")[4].encode().decode("unicode_escape")  # a space in a name is \040
+        is_above = path == point or path.startswith(point.rstrip("/") + "/")
+        if is_above and len(point) >= longest:  # of two mounts at one place, the later one counts
+            found, longest = after.split(" ")[0], len(point)
+    return found
