@@ -18,6 +18,7 @@ BENCHMARKS = (
     "memory",
     "windows",
     "loops",
+    "cold_rows",
     "misses",
     "priorities",
     "replay",

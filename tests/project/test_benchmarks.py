@@ -80,6 +80,11 @@ EXPECTED["loops"] = [
     "one prioritised transition, ours, 1 thread",
     "windows 256 x 32, ours, beside appends, 1 thread",
 ]
+EXPECTED["cold_rows"] = [
+    "256 state transitions, warm, ours, 1 thread",
+    "256 frame transitions, warm, ours, 1 thread",
+    "state transitions: objects for each GB",
+]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 
 pytestmark = [

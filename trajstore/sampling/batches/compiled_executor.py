@@ -30,7 +30,7 @@ _ORIGINS = ("step", "observed", "reached")
 _MANY_BYTES = 1 << 18
 _PART_ROWS = 2048  # of a part of a large batch: intermediate results of these take some 100 KB
 _PARTS_OF_THREAD = 4  # at least, so that threads end together
-_MAX_MISSES = 8  # batches with pages that were not mapped yet, after which one in so many is tried
+_MAX_MISSES = 8  # after misses in a row, at least one batch in so many is tried
 _REWARD_BYTES = {"float32": 4, "float64": 8}  # rewards of these dtypes are summed by the compiled loop
 
 
