@@ -187,7 +187,7 @@ def child(who: str, directory: Path, group: Path, n_batches: int = 200) -> None:
         start = time.perf_counter()
         draw()
         times.append(time.perf_counter() - start)
-    print(json.dumps({"ms": float(np.median(times)) * 1e3, "mb": (read_mb() - before) / n_batches}))  # noqa: T201
+    print(json.dumps({"ms": float(np.median(times)) * 1e3, "mb": (read_mb() - before) / n_batches}))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
