@@ -94,6 +94,8 @@ class ArrayAppender:
         return data, self._kept(data, sizes, tail)
 
     def _kept(self, data: memoryview, sizes: tuple[int, ...], tail: Array | None) -> _LastObject:
+        if tail is None and len(sizes) == self._layout.chunks_per_shard:
+            return _LastObject(n_bytes=len(data))  # full: nothing is appended to it, so its memory is released
         complete, start = sizes if tail is None else sizes[:-1], self._layout.shard_index_bytes
         return _LastObject(complete, data[start : start + sum(complete)], tail, len(data))
 
