@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import CorruptionError, Field, FormatError, SchemaError
-from trajstore.format.array_layout import MAX_CHUNK_BYTES, ArrayLayout, chunk_rows_for, codec_for
+from trajstore.format.array_layout import (
+    MAX_CHUNK_BYTES,
+    ArrayLayout,
+    chunk_rows_for,
+    compressor_for,
+    is_compressible,
+)
 from trajstore.format.codec import Codec, blosc_content_bytes, zstd_content_bytes
 from trajstore.schema import as_array
 from trajstore.testing import strategies as ours
@@ -22,37 +28,33 @@ PIXELS = Field("uint8", (84, 84))
 
 
 @pytest.mark.parametrize(
-    ("spec", "commit_steps", "rows"),
+    ("spec", "is_compressed", "rows"),
     [
-        (PIXELS, None, 128),  # 1 MiB over 7056 bytes, rounded down to a power of two
-        (Field("uint8", (210, 160, 3)), None, 8),
-        (Field("float32", (64,)), None, 1024),  # 256 KiB over 256 bytes
-        (Field("float32"), None, 16384),
-        (Field("bool"), None, 16384),
-        (Field("uint8", (1 << 22,)), None, 1),
-        (Field("float32"), 1, 16),
-        (Field("float32"), 100, 1024),
-        (PIXELS, 1, 16),
-        (PIXELS, 1000, 128),
+        (PIXELS, True, 64),  # 512 KiB over 7056 bytes, rounded down to a power of two
+        (PIXELS, False, 8),  # 64 KiB
+        (Field("uint8", (210, 160, 3)), True, 4),
+        (Field("uint8", (210, 160, 3)), False, 1),
+        (Field("float32", (64,)), True, 256),  # 64 KiB over 256 bytes
+        (Field("float32", (64,)), False, 256),
+        (Field("float32"), False, 16384),
+        (Field("bool"), True, 16384),
+        (Field("uint8", (1 << 22,)), True, 1),
     ],
 )
-def test_rows_in_a_chunk_follow_from_the_size_of_a_row_and_a_commit(
-    spec: Field, commit_steps: int | None, rows: int
-) -> None:
-    assert chunk_rows_for(spec, commit_steps) == rows
+def test_rows_in_a_chunk_follow_from_the_size_of_a_row(spec: Field, is_compressed: bool, rows: int) -> None:
+    assert chunk_rows_for(spec, is_compressed=is_compressed) == rows
 
 
 def test_rows_in_a_chunk_may_be_given() -> None:
-    assert chunk_rows_for(Field("float32", chunk_rows=3), 1) == 3
+    assert chunk_rows_for(Field("float32", chunk_rows=3), is_compressed=True) == 3
 
 
-@given(ours.fields(), st.none() | st.integers(1, 10**6))
-def test_rows_in_a_chunk_are_a_power_of_two_and_its_bytes_bounded(spec: Field, commit_steps: int | None) -> None:
+@given(ours.fields(), st.booleans())
+def test_rows_in_a_chunk_are_a_power_of_two_and_its_bytes_bounded(spec: Field, is_compressed: bool) -> None:
     free = Field(spec.dtype, spec.shape)
-    rows = chunk_rows_for(free, commit_steps)
+    rows = chunk_rows_for(free, is_compressed=is_compressed)
     assert rows & (rows - 1) == 0
-    assert rows * free.row_bytes <= 1 << 20
-    assert commit_steps is None or rows <= 16 * commit_steps
+    assert rows * free.row_bytes <= 512 << 10
 
 
 # ---- codecs --------------------------------------------------------------------------------------------
@@ -91,11 +93,41 @@ def test_a_level_is_a_number() -> None:
 
 @pytest.mark.parametrize(("dtype", "codec"), [("uint8", "zstd:1"), ("bool", "zstd:1"), ("float32", "blosc-lz4:5")])
 def test_the_codec_follows_from_the_dtype(dtype: str, codec: str) -> None:
-    assert codec_for(Field(dtype, (84, 84)), 16) == Codec.parse(codec)
+    assert compressor_for(Field(dtype, (84, 84)), 16) == Codec.parse(codec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (Field("float32", (64,)), False),
+        (Field("float64"), False),
+        (Field("bfloat16", (8,)), False),
+        (Field("int64"), True),
+        (Field("uint16", (84, 84)), True),
+        (Field("bool"), True),
+        (Field("uint8", (84, 84)), True),
+        (Field("uint8", (64,)), True),
+        (Field("uint8", (63,)), False),
+        (Field("int8"), False),
+    ],
+)
+def test_dtype_and_shape_tell_what_is_worth_compressing(spec: Field, expected: bool) -> None:
+    assert is_compressible(spec) is expected
+    assert (ArrayLayout.of(spec).codec.name != "none") is expected
+
+
+def test_a_field_with_a_codec_or_with_chunks_of_its_own_gets_what_it_declares() -> None:
+    for is_compressed in (None, True, False):
+        for codec in ("none", "zstd:3"):
+            layout = ArrayLayout.of(Field("float32", (64,), codec=codec), is_compressed=is_compressed)
+            assert layout.codec == Codec.parse(codec)
+        layout = ArrayLayout.of(Field("float32", chunk_rows=4), is_compressed=is_compressed, shard_rows=8)
+        assert (layout.codec, layout.chunk_rows, layout.shard_rows) == (Codec.parse("blosc-lz4"), 4, None)
+    assert ArrayLayout.of(Field("float32", chunk_rows=4, shard_rows=12)).shard_rows == 12
 
 
 def test_channels_of_frames_are_taken_apart() -> None:
-    codec = codec_for(Field("uint8", (84, 84, 4)), 32)
+    codec = compressor_for(Field("uint8", (84, 84, 4)), 32)
     assert codec == Codec("blosc", 1, "zstd", "shuffle", 32 * 84 * 84 * 4, 4)
     layout = ArrayLayout.of(Field("uint8", (6, 5, 3), chunk_rows=4))
     block = np.random.default_rng(0).integers(0, 9, (4, 6, 5, 3)).astype(np.uint8)

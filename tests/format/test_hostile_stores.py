@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import re
@@ -225,7 +226,7 @@ def replaced(data: Any, path: tuple[Any, ...], value: Any) -> None:
         for key in path[:-1]:
             data = data[key]
         if isinstance(data, (dict, list)):
-            data[path[-1]] = value
+            data[path[-1]] = copy.deepcopy(value)  # a later change may reach into it
 
 
 opened: list[str] = []

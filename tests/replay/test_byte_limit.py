@@ -32,22 +32,29 @@ def object_sizes(url: str, stream: str, path: str) -> dict[int, int]:
 
 
 def weighed(url: str, buffer: ReplayBuffer) -> tuple[float, float]:
-    """Bytes of the committed rows that are shown, from the files alone, and of the largest file of each field."""
+    """Bytes of the committed rows that are shown, from the files alone, and of the largest file of each field.
+
+    A chunk that is not compressed is stored whole, so one file may be larger than a limit, and then nothing is shown.
+    """
     buffer.flush()
     with buffer.session.up_to_date(waits=True) as assembler:
         _, counts, starts, sources = assembler.index.shown_spans()
         names = list(assembler.index.numbers)
         records = {record.id: record for record in assembler.snapshot.streams}
     total = slack = 0.0
-    for number in set(sources.tolist()) - {0}:
-        record = records[names[number - 1]]
+    for number, name in enumerate(names, 1):
+        record = records.get(name)
+        if record is None or not record.rows:
+            continue
         mine = sources == number
-        shown = np.concatenate([np.arange(s, s + n) for s, n in zip(starts[mine], counts[mine], strict=True)])
+        spans = [np.arange(s, s + n) for s, n in zip(starts[mine], counts[mine], strict=True)]
+        shown = np.concatenate([np.empty(0, np.int64), *spans])
         for path, layout in record.layouts.items():
             if path.startswith("steps/"):
                 sizes = object_sizes(url, record.id, path)
-                n_rows = {i: min(record.rows, (i + 1) * layout.chunk_rows) - i * layout.chunk_rows for i in sizes}
-                chunks, n_shown = np.unique(shown // layout.chunk_rows, return_counts=True)
+                size = layout.object_rows
+                n_rows = {i: min(record.rows, (i + 1) * size) - i * size for i in sizes}
+                chunks, n_shown = np.unique(shown // size, return_counts=True)
                 total += sum(
                     sizes[i] * n / n_rows[i] for i, n in zip(chunks.tolist(), n_shown.tolist(), strict=True)
                 )

@@ -7,6 +7,7 @@ chunk in event-loop and thread hops. Property tests check that zarr reads the sa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,29 +19,34 @@ from trajstore.format.json_values import MAX_ROWS, parse_bounded_integer
 from trajstore.schema import DTYPES, Array, Field
 
 MAX_CHUNK_BYTES = 1 << 30
-_NARROW_CHUNK_BYTES = 256 << 10
-_WIDE_CHUNK_BYTES = 1 << 20
-_WIDE_ROW_BYTES = 4096
+MAX_SHARD_CHUNKS = 1 << 20
+WIDE_ROW_BYTES = 4096  # wider rows are frames, or as large
+# A row that is not in the cache costs a whole chunk, so chunks are small. But other Zarr readers need about as long
+# for a chunk as for decoding 256 KiB, and frames compress by what repeats from row to row; see decision 23.
+_CHUNK_BYTES = 64 << 10
+_FRAME_CHUNK_BYTES = 512 << 10
 _MAX_CHUNK_ROWS = 16384
+_ABSENT = (1 << 64) - 1  # offset and size of a chunk that a shard does not hold
 _MAX_CHANNELS = 16
+_MIN_BLOCK_BYTES = 64  # rows of one-byte numbers of at least this size are frames or the like
 
 
-def chunk_rows_for(spec: Field, commit_steps: int | None) -> int:
-    """Rows in a chunk of a field: the field's own choice, else a power of two that depends on the size of a row.
-
-    A part-filled chunk is rewritten at every commit, so a chunk holds the rows of at most 16 commits.
-    """
+def chunk_rows_for(spec: Field, *, is_compressed: bool) -> int:
+    """Rows in a chunk of a field: the field's own choice, else a power of two that depends on the size of a row."""
     if spec.chunk_rows is not None:
         return spec.chunk_rows
-    target = _WIDE_CHUNK_BYTES if spec.row_bytes >= _WIDE_ROW_BYTES else _NARROW_CHUNK_BYTES
-    rows = min(_MAX_CHUNK_ROWS, max(1, target // max(1, spec.row_bytes)))
-    if commit_steps is not None:
-        rows = min(rows, 16 * commit_steps)
+    is_frame = is_compressed and spec.row_bytes >= WIDE_ROW_BYTES
+    return rows_within(_FRAME_CHUNK_BYTES if is_frame else _CHUNK_BYTES, spec)
+
+
+def rows_within(n_bytes: int, spec: Field) -> int:
+    """The largest power of two of rows that take at most ``n_bytes``, at least 1 and at most 16,384."""
+    rows = min(_MAX_CHUNK_ROWS, max(1, n_bytes // spec.row_bytes))
     return 1 << (rows.bit_length() - 1)
 
 
-def codec_for(spec: Field, chunk_rows: int) -> Codec:
-    """The codec of a field: the field's own choice, else the one that measured best for its dtype.
+def compressor_for(spec: Field, chunk_rows: int) -> Codec:
+    """The compressor of a field: the field's own choice, else the one that measured best for its dtype.
 
     One-byte types use zstd, because frames repeat from row to row. Where a short last axis holds channels or
     stacked frames, blosc's shuffle separates them first, in one block as large as the chunk. Wider types use
@@ -51,6 +57,19 @@ def codec_for(spec: Field, chunk_rows: int) -> Codec:
     if spec.dtype == "uint8" and len(spec.shape) >= 2 and 2 <= spec.shape[-1] <= _MAX_CHANNELS:
         return Codec("blosc", 1, "zstd", "shuffle", chunk_rows * spec.row_bytes, spec.shape[-1])
     return Codec.parse("zstd:1" if spec.storage_dtype.itemsize == 1 else "blosc-lz4:5")
+
+
+def is_compressible(spec: Field) -> bool:
+    """Whether a field is worth compressing, as far as its dtype and shape tell.
+
+    Floats rarely are: the last bits of measurements are noise. Integers are mostly small, and frames repeat. Short
+    rows of one-byte integers (discrete actions) take too little room to matter.
+    """
+    if spec.dtype in ("bfloat16", "bool"):
+        return spec.dtype == "bool"
+    if spec.storage_dtype.itemsize == 1:
+        return spec.row_bytes >= _MIN_BLOCK_BYTES
+    return spec.storage_dtype.kind != "f"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +86,36 @@ class ArrayLayout:
     dimensions: tuple[str, ...] | None = None  # names of the axes, for other programs; None: not named
 
     @staticmethod
-    def of(spec: Field, commit_steps: int | None = None) -> ArrayLayout:
-        """The layout of a field's column: the field's own choices, else measured defaults."""
+    def of(spec: Field, *, is_compressed: bool | None = None, shard_rows: int | None = None) -> ArrayLayout:
+        """The layout of a field's column: the field's own choices, else measured defaults.
+
+        Args:
+            spec: The field.
+            is_compressed: Whether to compress it, if the field does not say; None: decide by dtype and shape.
+                A field that declares its chunks is always compressed, unless it says otherwise.
+            shard_rows: Rows in a shard, if the field itself does not say; None: every chunk is its own object.
+        """
         attributes = (("trajstore_dtype", "bfloat16"),) if spec.dtype == "bfloat16" else ()
-        rows = chunk_rows_for(spec, commit_steps)
-        layout = ArrayLayout(spec.storage_dtype, spec.shape, rows, codec_for(spec, rows), attributes)
+        if spec.codec is not None or spec.chunk_rows is not None:
+            is_compressed = spec.codec != "none"
+        elif is_compressed is None:
+            is_compressed = is_compressible(spec)
+        rows = chunk_rows_for(spec, is_compressed=is_compressed)
+        codec = compressor_for(spec, rows) if is_compressed else Codec("none")
+        if spec.chunk_rows is not None:
+            shard_rows = spec.shard_rows
+        layout = ArrayLayout(spec.storage_dtype, spec.shape, rows, codec, attributes, shard_rows)
         layout.check()
         return layout
 
     def check(self) -> None:
-        """Refuse a chunk of more than `MAX_CHUNK_BYTES`.
+        """Refuse a chunk of more than `MAX_CHUNK_BYTES`, and a shard of more than `MAX_SHARD_CHUNKS`.
 
         Raises:
             SchemaError: It is larger.
         """
+        if self.chunks_per_shard > MAX_SHARD_CHUNKS:
+            raise SchemaError(f"a shard has {self.chunks_per_shard} chunks, at most {MAX_SHARD_CHUNKS}")
         if self.chunk_bytes > MAX_CHUNK_BYTES:
             raise SchemaError(
                 f"a chunk takes {self.chunk_bytes} bytes, at most {MAX_CHUNK_BYTES}; lower chunk_rows"
@@ -98,6 +133,11 @@ class ArrayLayout:
     def is_raw(self) -> bool:
         """Whether chunks are stored as they are, so that rows can be read without decoding."""
         return self.codec.name == "none"
+
+    @property
+    def object_rows(self) -> int:
+        """Rows in one object: in a shard, or in a chunk if the array is not sharded."""
+        return self.shard_rows or self.chunk_rows
 
     def empty_chunk(self) -> Array:
         return np.zeros((self.chunk_rows, *self.row_shape), self.dtype)
@@ -144,6 +184,16 @@ class ArrayLayout:
         most = self.chunk_bytes + CRC_BYTES if self.is_raw else 2 * self.chunk_bytes + 4096
         if size > most or start + size > object_bytes or (self.is_raw and size < most):
             raise CorruptionError(f"it has {size} bytes at byte {start} of its object, which is impossible")
+
+    def encode_shard_index(self, sizes: Sequence[int]) -> bytes:
+        """The index of a shard that holds its first chunks, of these sizes, one after the other behind the index.
+
+        The chunks after them are absent.
+        """
+        index = np.full((self.chunks_per_shard, 2), _ABSENT, "<u8")
+        index[: len(sizes), 1] = sizes
+        index[: len(sizes), 0] = self.shard_index_bytes + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
+        return Codec("none").encode(index)
 
     def metadata(self, rows: int) -> dict[str, Any]:
         """The array's ``zarr.json``, as a dict."""
@@ -261,8 +311,8 @@ def _with_sharding(layout: ArrayLayout, configuration: dict[str, Any]) -> ArrayL
     inner = parse_bounded_integer(configuration["chunk_shape"][0], 1, MAX_CHUNK_BYTES)
     if configuration["chunk_shape"][1:] != list(layout.row_shape) or layout.chunk_rows % inner:
         raise FormatError(f"inner chunks {configuration['chunk_shape']!r:.80} do not divide the shard along rows")
-    if layout.chunk_rows // inner > 1 << 20:
-        raise FormatError(f"a shard has {layout.chunk_rows // inner} chunks, expected at most {1 << 20}")
+    if layout.chunk_rows // inner > MAX_SHARD_CHUNKS:
+        raise FormatError(f"a shard has {layout.chunk_rows // inner} chunks, expected at most {MAX_SHARD_CHUNKS}")
     if [codec["name"] for codec in configuration["index_codecs"]] != ["bytes", "crc32c"]:
         raise FormatError("expected a shard index of bytes and crc32c")
     location = configuration.get("index_location", "end")

@@ -27,6 +27,11 @@ def crc32c(data: bytes | memoryview) -> int:
     return checksum
 
 
+def is_intact(data: bytes | memoryview) -> bool:
+    """Whether data that ends in its own checksum matches it."""
+    return len(data) >= CRC_BYTES and crc32c(data) == _CRC_RESIDUE
+
+
 @dataclass(frozen=True, slots=True)
 class Codec:
     """The compressor of an array's chunks; a ``crc32c`` checksum always follows the compressed bytes."""
@@ -102,15 +107,15 @@ class Codec:
     def encode(self, chunk: Array) -> bytes:
         """Compress a C-contiguous array and append the checksum."""
         body = self._compress(chunk)
-        return body + crc32c(body).to_bytes(CRC_BYTES, "little")
+        return b"".join((body, crc32c(body).to_bytes(CRC_BYTES, "little")))
 
-    def _compress(self, chunk: Array) -> bytes:
+    def _compress(self, chunk: Array) -> bytes | memoryview:
         if self.name == "zstd":
             return bytes(numcodecs.zstd.compress(chunk, self.level))
         if self.name == "blosc":
             name, shuffle, typesize = self.cname.encode(), _SHUFFLES[self.shuffle], self.typesize or None
             return bytes(numcodecs.blosc.compress(chunk, name, self.level, shuffle, self.blocksize, typesize))
-        return chunk.tobytes()
+        return memoryview(chunk.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
     def decode(self, data: bytes | memoryview, out: Array) -> None:
         """Check the checksum and decompress into a contiguous array, filling all of it.
@@ -130,7 +135,7 @@ class Codec:
         Raises:
             CorruptionError: It is damaged.
         """
-        if len(data) < CRC_BYTES or crc32c(data) != _CRC_RESIDUE:
+        if not is_intact(data):
             raise CorruptionError("checksum does not match")
         self.check_size(data, expected)
 

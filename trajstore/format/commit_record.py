@@ -12,6 +12,7 @@ from trajstore.errors import CorruptionError, FormatError, SchemaError
 from trajstore.format.argument_checks import check_count, check_mark_advances, check_stream_ids
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.codec import Codec
+from trajstore.format.column_layouts import KnownRows, column_layouts
 from trajstore.format.ids import is_column_name
 from trajstore.format.json_values import parse_count, parse_id, parse_optional_count, parse_optional_text
 from trajstore.format.spans import End, float_columns, int_columns
@@ -367,13 +368,18 @@ class StreamExtent:
         return extent
 
 
-def stream_layouts(schema: Schema, commit_steps: int | None = None) -> dict[str, ArrayLayout]:
-    """The arrays of a new stream, by path: one per field, and three for the spans."""
+def stream_layouts(schema: Schema, known: KnownRows | None = None) -> dict[str, ArrayLayout]:
+    """The arrays of a new stream, by path: one per field, and three for the spans.
+
+    Args:
+        schema: The fields.
+        known: What is known of the rows, for the choice of layouts; None: nothing.
+    """
     has_step = any("step" in path.split("/") for path in schema.fields)
     rows = "step:row" if has_step else "step"
     layouts = {
-        f"steps/{path}": ArrayLayout.of(spec, commit_steps).with_axes(rows, path.replace("/", "."))
-        for path, spec in schema.fields.items()
+        f"steps/{path}": layout.with_axes(rows, path.replace("/", "."))
+        for path, layout in column_layouts(schema, known or KnownRows()).items()
     }
     numbers = Codec.parse("blosc-lz4:5")
     for name, dtype, columns in (

@@ -87,9 +87,11 @@ class Field:
         dtype: ``bool``, ``int8`` to ``uint64``, ``float16`` to ``float64``, or ``bfloat16``.
         shape: Shape of one step's value; ``()`` for a scalar.
         final: Whether an episode of T steps has T + 1 values of this field (observations usually do).
-        chunk_rows: Rows in a chunk; by default it depends on the size of a row.
-        codec: ``none``, ``zstd[:level]``, ``blosc-lz4[:level]`` or ``blosc-zstd[:level]``; by default it depends
-            on the dtype.
+        chunk_rows: Rows in a chunk; by default it depends on the size of a row, and many chunks share an object.
+        shard_rows: Rows in an object that packs several chunks, a multiple of ``chunk_rows``, which it needs; by
+            default a field with ``chunk_rows`` has an object for each chunk.
+        codec: ``none``, ``zstd[:level]``, ``blosc-lz4[:level]`` or ``blosc-zstd[:level]``; by default each writer
+            chooses by its first data, and does not compress what compresses badly.
         fill: The number that steps of streams without this field read as, in every element. A field that declares
             it can be added to an existing store. None: every stream has the field.
     """
@@ -98,6 +100,7 @@ class Field:
     shape: tuple[int, ...] = ()
     final: bool = field(default=False, kw_only=True)
     chunk_rows: int | None = field(default=None, kw_only=True, compare=False)
+    shard_rows: int | None = field(default=None, kw_only=True, compare=False)
     codec: str | None = field(default=None, kw_only=True, compare=False)
     fill: Fill | None = field(default=None, kw_only=True, compare=False)
 
@@ -116,9 +119,10 @@ class Field:
         object.__setattr__(self, "shape", tuple(int(n) for n in shape))
         if self.row_bytes > MAX_ROW_BYTES:
             raise SchemaError(f"one step of shape {shape} takes {self.row_bytes} bytes; at most {MAX_ROW_BYTES}")
-        rows = self.chunk_rows
-        if rows is not None and not (isinstance(rows, int) and not isinstance(rows, bool) and 1 <= rows <= 1 << 24):
-            raise SchemaError(f"chunk_rows {rows!r}: expected an integer from 1 to {1 << 24}")
+        _check_rows("chunk_rows", self.chunk_rows)
+        _check_rows("shard_rows", self.shard_rows)
+        if self.shard_rows is not None and (self.chunk_rows is None or self.shard_rows % self.chunk_rows):
+            raise SchemaError(f"shard_rows {self.shard_rows}: expected a multiple of chunk_rows, {self.chunk_rows}")
         if self.fill is not None:
             object.__setattr__(self, "fill", check_fill(self.fill, name))
 
@@ -139,7 +143,14 @@ class Field:
             "chunk_rows": self.chunk_rows,
             "codec": self.codec,
         }
+        if self.shard_rows is not None:
+            described["shard_rows"] = self.shard_rows
         return described if self.fill is None else described | {"fill": fill_to_json(self.fill)}
+
+
+def _check_rows(name: str, rows: object) -> None:
+    if rows is not None and not (isinstance(rows, int) and not isinstance(rows, bool) and 1 <= rows <= 1 << 24):
+        raise SchemaError(f"{name} {rows!r}: expected an integer from 1 to {1 << 24}")
 
 
 def _describe(spec: Field | None) -> str:
@@ -337,6 +348,7 @@ def _field_arguments(data: Mapping[str, Any]) -> dict[str, Any]:
         "shape": tuple(shape),
         "final": data["final"],
         "chunk_rows": data.get("chunk_rows"),
+        "shard_rows": data.get("shard_rows"),
         "codec": data.get("codec"),
         "fill": fill_from_json(data.get("fill")),
     }

@@ -27,7 +27,7 @@ class Put:
     """One object to put. ``make`` is called when its turn comes, so that few encoded objects exist at a time."""
 
     key: str
-    make: Callable[[], bytes]
+    make: Callable[[], bytes | memoryview]
     expect: str = ANY
 
 
@@ -83,7 +83,7 @@ class Storage:
         """The size of an object in bytes, never from a cache."""
         raise NotImplementedError
 
-    def put(self, key: str, data: bytes, expect: str = ANY) -> str:
+    def put(self, key: str, data: bytes | memoryview, expect: str = ANY) -> str:
         """Replace the object atomically and durably; return its version.
 
         Args:

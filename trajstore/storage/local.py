@@ -85,7 +85,7 @@ class LocalStorage(Storage):
         with self._translated("read", key):
             return self._path(key).stat().st_size
 
-    def put(self, key: str, data: bytes, expect: str = ANY) -> str:
+    def put(self, key: str, data: bytes | memoryview, expect: str = ANY) -> str:
         with self._translated("write", key):
             self._sync_directories(self._publish(key, data, expect))
         return ANY
@@ -175,7 +175,7 @@ class LocalStorage(Storage):
         check_key(key)
         return self._root / key
 
-    def _publish(self, key: str, data: bytes, expect: str) -> set[str]:
+    def _publish(self, key: str, data: bytes | memoryview, expect: str) -> set[str]:
         """Write, sync and rename a file; return the directories to sync."""
         target = self._path(key)
         if expect == UNSEEN and target.parent.exists():
@@ -232,7 +232,7 @@ class LocalStorage(Storage):
             raise
         return {str(top.parent)}
 
-    def _write_file(self, path: Path, data: bytes, flags: int = os.O_EXCL) -> None:
+    def _write_file(self, path: Path, data: bytes | memoryview, flags: int = os.O_EXCL) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
         try:
             view = memoryview(data)

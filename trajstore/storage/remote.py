@@ -218,9 +218,10 @@ class FsspecStorage(Storage):
         except FileNotFoundError:
             return False
 
-    def put(self, key: str, data: bytes, expect: str = ANY) -> str:
+    def put(self, key: str, data: bytes | memoryview, expect: str = ANY) -> str:
         """One request, repeated with the same bytes until the server answers."""
-        return self._retried("write", key, lambda: self._put_once(key, data, expect))
+        body = bytes(data)  # no copy of what is bytes already
+        return self._retried("write", key, lambda: self._put_once(key, body, expect))
 
     def _put_once(self, key: str, data: bytes, expect: str) -> str:
         path, kwargs = self._path(key), dict[str, Any]()

@@ -10,6 +10,7 @@ import numpy as np
 
 from trajstore.errors import CorruptionError
 from trajstore.format.array_layout import ArrayLayout
+from trajstore.format.codec import is_intact
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
 from trajstore.schema import Array, Schema, stored_fill
@@ -57,7 +58,9 @@ class StreamReader:
             for path, spec in shown.items()
             if path not in record.schema.fields
         }
-        self._shard_indexes: dict[tuple[str, int], Array] = {}  # valid for good: shards never change
+        # By array and shard: the index, and the rows of the array when it was read. Complete chunks never move in
+        # their shard, so their entries are valid for good; that of a part-filled chunk until the next commit.
+        self._shard_indexes: dict[tuple[str, int], tuple[Array, int]] = {}
 
     def advanced(self, record: CommitRecord) -> StreamReader:
         """A reader for a newer record of the same stream; shares the cached shard indexes."""
@@ -140,7 +143,7 @@ class StreamReader:
     def first_row(self, path: str, number: int) -> int:
         """The first row of an object of an array."""
         layout = self.record.layouts[path]
-        return number * (layout.shard_rows or layout.chunk_rows)
+        return number * layout.object_rows
 
     def object_number(self, path: str, index: int) -> int:
         """The number of the object that holds a chunk of an array."""
@@ -208,19 +211,34 @@ class StreamReader:
         key = f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
         if layout.shard_rows is None:
             return self._storage.get(key)
-        shard, inner = divmod(index, layout.chunks_per_shard)
-        offset, size = (int(n) for n in self._shard_index(path, layout, shard, key)[inner])
-        layout.check_place(offset, size)
-        return self._storage.get_range(key, offset, offset + size)
+        place, is_final = self._place_in_shard(path, layout, index, key)
+        while True:
+            data = self._storage.get_range(key, *place)
+            if is_final or is_intact(data):
+                return data
+            # The writer may have replaced the shard since its index was read. Damage is what stays in its place.
+            before, (place, is_final) = place, self._place_in_shard(path, layout, index, key, is_fresh=True)
+            if place == before:
+                return self._storage.get_range(key, *place)
 
-    def _shard_index(self, path: str, layout: ArrayLayout, shard: int, key: str) -> Array:
-        index = self._shard_indexes.get((path, shard))
-        if index is None:
-            start = 0 if layout.index_at_start else self._storage.size(key) - layout.shard_index_bytes
-            data = self._storage.get_range(key, max(0, start), max(0, start) + layout.shard_index_bytes)
-            index = layout.decode_shard_index(data)
-            self._shard_indexes[path, shard] = index
-        return index
+    def _place_in_shard(
+        self, path: str, layout: ArrayLayout, index: int, key: str, *, is_fresh: bool = False
+    ) -> tuple[tuple[int, int], bool]:
+        """Where a chunk lies in its shard, and whether it stays there: a part-filled chunk changes with commits."""
+        shard, inner = divmod(index, layout.chunks_per_shard)
+        known, stop = self._shard_indexes.get((path, shard)), (index + 1) * layout.chunk_rows
+        if is_fresh or known is None or known[1] < min(stop, self.record.length(path)):
+            known = self._read_shard_index(path, layout, shard, key)
+        offset, size = (int(n) for n in known[0][inner])
+        layout.check_place(offset, size)
+        return (offset, offset + size), known[1] >= stop
+
+    def _read_shard_index(self, path: str, layout: ArrayLayout, shard: int, key: str) -> tuple[Array, int]:
+        start = 0 if layout.index_at_start else self._storage.size(key) - layout.shard_index_bytes
+        data = self._storage.get_range(key, max(0, start), max(0, start) + layout.shard_index_bytes)
+        known = layout.decode_shard_index(data), self.record.length(path)
+        self._shard_indexes[path, shard] = known
+        return known
 
     def read_spans(self, start: int = 0) -> Spans:
         """Read and check the spans from ``start`` on."""

@@ -1,22 +1,44 @@
-"""Appends rows to one array of a stream: encodes the chunk objects that change."""
+"""Appends rows to one array of a stream: encodes the chunks that change, and makes the objects that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from trajstore.format.array_layout import ArrayLayout
+from trajstore.format.codec import CRC_BYTES, crc32c
 from trajstore.format.step_bytes import GrownObjects
 from trajstore.host_memory import HostMemory
 from trajstore.schema import Array
 from trajstore.storage import ANY, Put
 from trajstore.writing.commit_batch import NewRows
 
+_NO_BYTES = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _LastObject:
+    """The part-filled last object of an array, which the next commit writes again.
+
+    Attributes:
+        sizes: Encoded sizes of its complete chunks.
+        encoded: These chunks, one after the other, so that they are not encoded again.
+        tail: The rows of its part-filled last chunk, with zeros after them; None if all chunks are complete.
+        n_bytes: Size of the object.
+        version: Version that the storage gave it.
+    """
+
+    sizes: tuple[int, ...] = ()
+    encoded: memoryview = _NO_BYTES
+    tail: Array | None = None
+    n_bytes: int = 0
+    version: str = ANY
+
 
 class ArrayAppender:
-    """The growing end of one array: the number of committed rows and the part-filled last chunk.
+    """The growing end of one array: the number of committed rows and the part-filled last object.
 
     Args:
         key_prefix: Key of the array's group in the storage.
@@ -27,66 +49,122 @@ class ArrayAppender:
         self.rows = 0
         self._prefix = key_prefix
         self._layout = layout
-        self._tail: Array | None = None  # the part-filled last chunk, with zeros after its rows
-        self._next_tail: Array | None = None
-        self._tail_version = ANY
-        self._tail_bytes = 0
-        self._put_bytes: dict[int, int] = {}  # size of each object of the last wave, by chunk
+        self._last = _LastObject()
+        self._made: dict[int, _LastObject] = {}  # what the last wave put, by object
 
     def puts(self, new: NewRows, expect: str) -> list[Put]:
-        """The chunk objects that change when ``new`` is appended. Calling it again gives the same bytes.
+        """The objects that change when ``new`` is appended. Calling it again gives the same bytes.
 
         Args:
             new: The rows to append.
-            expect: What the storage may already hold where a chunk begins with new rows; see `Storage.put`.
+            expect: What the storage may already hold where an object begins with new rows; see `Storage.put`.
         """
-        size, stop = self._layout.chunk_rows, self.rows + len(new)
-        self._next_tail, self._put_bytes = self._tail, {}
-        chunks = range(self.rows // size, -(-stop // size))
-        return [self._measured(index, self._put(index, new, stop, expect)) for index in chunks]
+        size, stop = self._layout.object_rows, self.rows + len(new)
+        self._made = {}
+        return [self._put(number, new, expect) for number in range(self.rows // size, -(-stop // size))]
 
-    def _measured(self, index: int, put: Put) -> Put:
-        sizes = self._put_bytes
+    def _put(self, number: int, new: NewRows, expect: str) -> Put:
+        made = self._made
 
-        def make() -> bytes:
-            data = put.make()
-            sizes[index] = len(data)
+        def make() -> bytes | memoryview:
+            data, made[number] = self._object(number, new)
             return data
 
-        return replace(put, make=make)
+        is_grown = number * self._layout.object_rows < self.rows  # it is on disk already
+        return Put(self._key(number), make, self._last.version if is_grown else expect)
 
-    def _put(self, index: int, new: NewRows, stop: int, expect: str) -> Put:
-        size = self._layout.chunk_rows
-        low, high = max(self.rows, index * size), min(stop, (index + 1) * size)
-        new_range = (low - self.rows, high - self.rows)
-        key = f"{self._prefix}/{self._layout.chunk_key(index)}"
-        is_full = high == (index + 1) * size
-        if low > index * size:  # extends the part-filled chunk, which is on disk already
-            assert self._tail is not None
-            self._next_tail = None if is_full else self._tail
-            return Put(key, self._encoder(self._tail, low - index * size, new, new_range), self._tail_version)
-        if is_full and new.order is None:
-            block = new.source[slice(*new_range)]
-            return Put(key, lambda: self._layout.encode(np.ascontiguousarray(block)), expect)
-        if is_full:
-            return Put(key, lambda: self._encoder(self._layout.empty_chunk(), 0, new, new_range)(), expect)
-        self._next_tail = self._new_tail()
-        return Put(key, self._encoder(self._next_tail, 0, new, new_range), expect)
+    def _key(self, number: int) -> str:
+        return f"{self._prefix}/{self._layout.chunk_key(number * self._layout.chunks_per_shard)}"
+
+    def _object(self, number: int, new: NewRows) -> tuple[bytes | memoryview, _LastObject]:
+        """The bytes of an object after the commit, and what to keep of it if it is not full then."""
+        layout = self._layout
+        start = number * layout.object_rows
+        stop = min(start + layout.object_rows, self.rows + len(new))
+        old = self._last if start < self.rows else _LastObject()
+        chunks = range(max(self.rows, start) // layout.chunk_rows, -(-stop // layout.chunk_rows))
+        if layout.shard_rows is None:
+            encoded, tail = self._encoded(chunks, old, new)
+            return encoded[0], _LastObject(tail=tail, n_bytes=len(encoded[0]))
+        if layout.codec.name == "none":
+            return self._raw_shard(chunks, old, new)
+        encoded, tail = self._encoded(chunks, old, new)
+        sizes = (*old.sizes, *map(len, encoded))
+        data = _joined([layout.encode_shard_index(sizes), old.encoded, *encoded])
+        return data, self._kept(data, sizes, tail)
+
+    def _kept(self, data: memoryview, sizes: tuple[int, ...], tail: Array | None) -> _LastObject:
+        if tail is None and len(sizes) == self._layout.chunks_per_shard:
+            return _LastObject(n_bytes=len(data))  # full: nothing is appended to it, so its memory is released
+        complete, start = sizes if tail is None else sizes[:-1], self._layout.shard_index_bytes
+        return _LastObject(complete, data[start : start + sum(complete)], tail, len(data))
+
+    def _encoded(self, chunks: Sequence[int], old: _LastObject, new: NewRows) -> tuple[list[bytes], Array | None]:
+        """Encode chunks; returns them, and the rows of the last one if it is not full."""
+        encoded, tail = [], None
+        for index in chunks:
+            chunk, is_full = self._chunk(index, old, new)
+            encoded.append(self._layout.encode(chunk))
+            tail = None if is_full else chunk
+        return encoded, tail
+
+    def _chunk(self, index: int, old: _LastObject, new: NewRows) -> tuple[Array, bool]:
+        """The rows of a chunk after the commit, with zeros after them, and whether the chunk is full."""
+        low, high, stop = self._new_rows_of(index, new)
+        start = index * self._layout.chunk_rows - self.rows  # rows of `new` are counted from the committed ones
+        is_full = high == stop
+        if low > start:
+            assert old.tail is not None
+            chunk = old.tail
+        elif is_full and new.order is None:
+            return np.ascontiguousarray(new.source[low:high]), True
+        else:
+            chunk = self._layout.empty_chunk() if is_full else self._new_tail()
+        # Rows past the committed ones may be overwritten any number of times: a retry writes the same.
+        new.copy_to(chunk[low - start : high - start], low, high)
+        return chunk, is_full
+
+    def _new_rows_of(self, index: int, new: NewRows) -> tuple[int, int, int]:
+        """The rows ``[low, high)`` of ``new`` that go into a chunk, and the end of the chunk, counted like them."""
+        start = index * self._layout.chunk_rows - self.rows
+        stop = start + self._layout.chunk_rows
+        return max(0, start), min(len(new), stop), stop
 
     def _new_tail(self) -> Array:
         layout = self._layout
         zeros = HostMemory(layout.chunk_bytes).array
         return zeros.view(layout.dtype).reshape(layout.chunk_rows, *layout.row_shape)
 
-    def _encoder(self, chunk: Array, at: int, new: NewRows, new_range: tuple[int, int]) -> Callable[[], bytes]:
-        """A function that copies new rows into ``chunk`` from row ``at`` on and encodes the chunk."""
+    def _raw_shard(self, chunks: Sequence[int], old: _LastObject, new: NewRows) -> tuple[memoryview, _LastObject]:
+        """A shard of uncompressed chunks; new rows are copied once, to their place in it."""
+        layout, source = self._layout, NewRows(_as_bytes(new.source), new.order)
+        n_bytes = layout.chunk_bytes + CRC_BYTES
+        sizes = (*old.sizes, *(n_bytes for _ in chunks))
+        shard = np.empty(layout.shard_index_bytes + len(sizes) * n_bytes, np.uint8)
+        data, at = memoryview(shard), layout.shard_index_bytes  # type: ignore[arg-type]
+        shard[:at] = np.frombuffer(layout.encode_shard_index(sizes), np.uint8)
+        shard[at : at + len(old.encoded)] = np.frombuffer(old.encoded, np.uint8)
+        at += len(old.encoded)
+        tail: Array | None = None
+        for index in chunks:
+            rows = shard[at : at + layout.chunk_bytes].reshape(layout.chunk_rows, layout.row_bytes)
+            tail = rows if self._fill(rows, index, old, source) < layout.chunk_rows else None
+            at += layout.chunk_bytes
+            checksum = crc32c(data[at - layout.chunk_bytes : at])
+            data[at : at + CRC_BYTES] = checksum.to_bytes(CRC_BYTES, "little")
+            at += CRC_BYTES
+        return data, self._kept(data, sizes, tail)
 
-        def make() -> bytes:
-            # Rows past the committed ones may be overwritten any number of times: a retry writes the same.
-            new.copy_to(chunk[at : at + new_range[1] - new_range[0]], *new_range)
-            return self._layout.encode(chunk)
-
-        return make
+    def _fill(self, rows: Array, index: int, old: _LastObject, source: NewRows) -> int:
+        """Write the rows of a chunk after the commit, as bytes, and zeros after them; returns their number."""
+        low, high, _ = self._new_rows_of(index, source)
+        start = index * self._layout.chunk_rows - self.rows
+        if low > start:
+            assert old.tail is not None
+            rows[: low - start] = old.tail[: low - start]
+        source.copy_to(rows[low - start : high - start], low, high)
+        rows[high - start :] = 0
+        return high - start
 
     def advance(self, n: int, versions: Mapping[str, str]) -> GrownObjects:
         """Count ``n`` appended rows as committed; return by how many bytes the array's objects grew.
@@ -95,19 +173,28 @@ class ArrayAppender:
             n: Rows that became durable.
             versions: Versions of the objects that were put, by key.
         """
-        grown = self._grown(self.rows + n)
+        sizes = {number: made.n_bytes for number, made in self._made.items()}
+        grown = GrownObjects.whole(self._layout, sizes, self.rows, self.rows + n)
+        if self.rows % self._layout.object_rows:
+            grown.n_bytes[0] -= self._last.n_bytes  # the previous last object was replaced
         self.rows += n
-        last, n_tail = divmod(self.rows, self._layout.chunk_rows)
-        if not n_tail:
-            self._tail, self._tail_version, self._tail_bytes = None, ANY, 0
-            return grown
-        self._tail, self._tail_bytes = self._next_tail, self._put_bytes[last]
-        key = f"{self._prefix}/{self._layout.chunk_key(last)}"
-        self._tail_version = versions.get(key, self._tail_version)
+        number, is_part_filled = divmod(self.rows, self._layout.object_rows)
+        version = versions.get(self._key(number), self._last.version)
+        self._last = replace(self._made[number], version=version) if is_part_filled else _LastObject()
+        self._made = {}
         return grown
 
-    def _grown(self, stop: int) -> GrownObjects:
-        grown = GrownObjects.whole(self._layout, self._put_bytes, self.rows, stop)
-        if self.rows % self._layout.chunk_rows:
-            grown.n_bytes[0] -= self._tail_bytes  # the previous tail was replaced
-        return grown
+
+def _as_bytes(rows: Array) -> Array:
+    """Rows as bytes, ``[n, bytes of a row]``; a view, if each row lies in one piece."""
+    return np.ascontiguousarray(rows).reshape(len(rows), -1).view(np.uint8)
+
+
+def _joined(parts: Sequence[bytes | memoryview]) -> memoryview:
+    """All parts in one buffer; unlike ``bytes.join``, copies without the GIL."""
+    joined = np.empty(sum(map(len, parts)), np.uint8)
+    at = 0
+    for part in parts:
+        joined[at : at + len(part)] = np.frombuffer(part, np.uint8)
+        at += len(part)
+    return memoryview(joined)  # type: ignore[arg-type]

@@ -74,13 +74,13 @@ class OpenStream:
             self.id,
             self._name,
             schema,
-            stream_layouts(schema, options.commit_steps),
+            stream_layouts(schema),
             created_at=self._created_at,
             committed_at=self._created_at,
             **options.recorded,
             view=self.pipeline.view,
         )
-        return StreamAppender(self._storage, record, self._settle_schema)
+        return StreamAppender(self._storage, record, self._settle_schema, options.commit_steps)
 
     # ---- the end
 

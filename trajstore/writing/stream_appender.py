@@ -10,13 +10,14 @@ import numpy as np
 
 from trajstore.errors import ConflictError, FormatError, SchemaError
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.commit_record import CommitRecord, DerivedColumnState, DerivedColumnStates
+from trajstore.format.commit_record import CommitRecord, DerivedColumnState, DerivedColumnStates, stream_layouts
 from trajstore.format.step_bytes import StepBytes
 from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import Schema
 from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage
 from trajstore.writing.array_appender import ArrayAppender
 from trajstore.writing.commit_batch import CommitBatch, NewRows
+from trajstore.writing.row_samples import sample_rows
 
 
 class StreamAppender:
@@ -29,13 +30,22 @@ class StreamAppender:
         step_bytes: Sizes of the stream's step objects.
     """
 
-    def __init__(self, storage: Storage, record: CommitRecord, settle_schema: Callable[[Schema], None]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        record: CommitRecord,
+        settle_schema: Callable[[Schema], None],
+        commit_steps: int | None = None,
+    ) -> None:
         self.record = record
         self.step_bytes = StepBytes()
         self._storage = storage
         self._settle_schema = settle_schema
+        self._commit_steps = commit_steps
         self._record_version = ABSENT
         self._is_created = False  # whether the stream exists in the storage
+        self._are_nodes_put = False  # whether the metadata of its groups and arrays is what the record says
+        self._are_layouts_chosen = False  # by the first rows
         self._tried: CommitBatch | None = None  # the batch of the last commit, failed or not
         self._column_states: dict[str, dict[str, DerivedColumnState]] = {}  # derived columns after that batch
         self._columns_with_nodes: set[str] = set()  # derived columns whose array metadata was put
@@ -47,6 +57,8 @@ class StreamAppender:
 
     def commit(self, batch: CommitBatch) -> None:
         """Write the batch's chunks, then publish them all at once by replacing the commit record."""
+        if batch.n_rows and not self._are_layouts_chosen:
+            self._choose_layouts(batch)
         self._create_stream()
         if self._tried is not batch:  # a retry continues with the arrays of the first try
             self._are_columns_announced = False
@@ -72,6 +84,17 @@ class StreamAppender:
         grown = {path: self._arrays[path].advance(len(rows), versions) for path, rows in new.items()}
         if steps := [objects for path, objects in grown.items() if path.startswith("steps/")]:
             self.step_bytes.add(steps)
+
+    def _choose_layouts(self, batch: CommitBatch) -> None:
+        """Choose the layouts of the steps by the first rows; a stream without rows may have been published."""
+        schema = self.record.schema
+        chosen = stream_layouts(schema, sample_rows(schema, batch.rows, self._commit_steps))
+        changed = {path: layout for path, layout in chosen.items() if layout != self.record.layouts[path]}
+        if changed:
+            self.record = replace(self.record, layouts={**self.record.layouts, **changed})
+            self._arrays |= {path: self._new_appender(path, layout) for path, layout in changed.items()}
+            self._are_nodes_put = False
+        self._are_layouts_chosen = True
 
     def _next_record(self, batch: CommitBatch, columns: DerivedColumnStates) -> CommitRecord:
         return replace(
@@ -145,15 +168,19 @@ class StreamAppender:
         self._publish(replace(self.record, is_sealed=True))
 
     def _create_stream(self) -> None:
-        """Publish an empty record, then the nodes it names: a stream is never visible without its record."""
-        if self._is_created:
+        """Publish an empty record, then the nodes it names: a stream is never visible without its record.
+
+        The nodes of a stream without rows are put again if its first rows changed the layouts.
+        """
+        if self._is_created and self._are_nodes_put:
             return
-        self._settle_schema(self.record.schema)
-        self._publish(self.record)
-        if self._storage.is_remote:
-            self._confirm_schema()
+        if not self._is_created:
+            self._settle_schema(self.record.schema)
+            self._publish(self.record)
+            if self._storage.is_remote:
+                self._confirm_schema()
         self._storage.put_many(self._node_puts())
-        self._is_created = True
+        self._is_created = self._are_nodes_put = True
 
     def _confirm_schema(self) -> None:
         """Withdraw the empty stream if the store got another schema just before it was published.

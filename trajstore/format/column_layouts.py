@@ -1,0 +1,78 @@
+"""Chooses the layouts of a new stream's columns: which are compressed, and how many chunks share an object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trajstore.format.array_layout import WIDE_ROW_BYTES, ArrayLayout, rows_within
+from trajstore.schema import Field, Schema
+
+# A field whose compressor leaves more than this share of its bytes is stored as it is: reading single rows of
+# uncompressed chunks is many times faster. Measured shares: noise and the states of control tasks 0.80 to 0.95,
+# float64 made of float32 0.50, discrete actions and sparse rewards 0.05 to 0.25, Atari frames below 0.06.
+MAX_STORED_SHARE = 0.6
+# A commit writes the last, part-filled object of every column again. These bound how much that is.
+_OBJECT_BYTES = 8 << 20
+_DECODED_OBJECT_BYTES = 64 << 20
+_LAST_OBJECTS_BYTES = 32 << 20
+_COMMITS_PER_OBJECT = 32
+_MAX_CHUNKS_PER_OBJECT = 1024
+# However small the commits are, an object is not smaller than this, decoded.
+_LEAST_BYTES = 256 << 10
+_LEAST_FRAME_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRows:
+    """What a writer knows of its rows when it chooses layouts.
+
+    Attributes:
+        n_rows: Rows of the first commit.
+        commit_steps: Rows after which the writer commits; None: not by count.
+        shares: By field: stored bytes of a sample, compressed, divided by its bytes. Fields with too few rows to
+            tell are missing.
+    """
+
+    n_rows: int = 0
+    commit_steps: int | None = None
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+
+def column_layouts(schema: Schema, known: KnownRows) -> dict[str, ArrayLayout]:
+    """The layout of every field's column, by field; a field that declares its chunks gets what it declares."""
+    flat = {path: _flat_layout(spec, known.shares.get(path)) for path, spec in schema.fields.items()}
+    stored = {  # bytes of a row on storage, about
+        path: layout.row_bytes * (1.0 if layout.codec.name == "none" else known.shares.get(path, 1.0))
+        for path, layout in flat.items()
+    }
+    total = sum(math.sqrt(n) for n in stored.values())
+    layouts = {}
+    for path, spec in schema.fields.items():
+        # Sizes in proportion to the square root of a row's bytes give the fewest objects for a sum of sizes.
+        n_bytes = min(_OBJECT_BYTES, _LAST_OBJECTS_BYTES * math.sqrt(stored[path]) / total)
+        layouts[path] = flat[path]
+        if spec.chunk_rows is None:
+            rows = _object_rows(spec, flat[path].chunk_rows, n_bytes / stored[path], known)
+            is_compressed = flat[path].codec.name != "none"
+            if rows > flat[path].chunk_rows:
+                layouts[path] = ArrayLayout.of(spec, is_compressed=is_compressed, shard_rows=rows)
+    return layouts
+
+
+def _flat_layout(spec: Field, share: float | None) -> ArrayLayout:
+    return ArrayLayout.of(spec, is_compressed=None if share is None else share <= MAX_STORED_SHARE)
+
+
+def _object_rows(spec: Field, chunk_rows: int, wanted: float, known: KnownRows) -> int:
+    """Rows in an object: about as many as wanted, but not many commits' worth. A power of two."""
+    commit = max(known.n_rows, known.commit_steps or 0)
+    rows = min(
+        wanted,
+        _DECODED_OBJECT_BYTES / spec.row_bytes,
+        _MAX_CHUNKS_PER_OBJECT * chunk_rows,
+        _COMMITS_PER_OBJECT * commit,
+    )
+    least = rows_within(_LEAST_FRAME_BYTES if spec.row_bytes >= WIDE_ROW_BYTES else _LEAST_BYTES, spec)
+    return max(least, chunk_rows, 1 << round(math.log2(max(1.0, rows))))
