@@ -27,7 +27,7 @@ SCHEMA = Schema(
     {
         "observation": Field("float32", (3,), chunk_rows=4),
         "action": Field("int64", chunk_rows=8),
-        "reward": Field("float32", chunk_rows=16),
+        "reward": Field("float32", chunk_rows=4, shard_rows=16),
     }
 )
 N_OBJECTS = {"observation": 4, "action": 8, "reward": 16}
