@@ -105,16 +105,16 @@ def test_rows_are_sampled_in_the_order_in_which_they_are_stored() -> None:
 @pytest.mark.parametrize(
     ("spec", "known", "chunk_rows", "object_rows"),
     [
-        (Field("float32", (64,)), MANY, 256, 32768),  # 64 KiB in 8 MiB
-        (Field("float32", (64,)), KnownRows(1000), 256, 32768),
-        (Field("float32", (64,)), KnownRows(100), 256, 4096),  # about 32 commits
-        (Field("float32", (64,)), KnownRows(1, 100), 256, 4096),
-        (Field("float32", (64,)), KnownRows(1), 256, 1024),  # not less than 256 KiB
+        (Field("float32", (64,)), MANY, 512, 32768),  # 128 KiB in 8 MiB
+        (Field("float32", (64,)), KnownRows(1000), 512, 32768),
+        (Field("float32", (64,)), KnownRows(100), 512, 4096),  # about 32 commits
+        (Field("float32", (64,)), KnownRows(1, 100), 512, 4096),
+        (Field("float32", (64,)), KnownRows(1), 512, 1024),  # not less than 256 KiB
         (Field("float32"), MANY, 16384, 1 << 21),
         (Field("float32"), KnownRows(1), 16384, 16384),  # one chunk, so the array is flat
         (Field("uint8", (84, 84)), KnownRows(1 << 20, None, {"x": 0.01}), 64, 8192),  # 64 MiB decoded
         (Field("uint8", (84, 84)), KnownRows(1 << 20, None, {"x": 0.5}), 64, 2048),  # 8 MiB encoded
-        (Field("uint8", (84, 84)), KnownRows(1 << 20, None, {"x": 1.0}), 8, 1024),
+        (Field("uint8", (84, 84)), KnownRows(1 << 20, None, {"x": 1.0}), 32, 1024),
         (Field("uint8", (84, 84)), KnownRows(1), 64, 128),  # not less than 1 MiB decoded
         (Field("uint8", (1 << 21,)), KnownRows(1 << 20, None, {"x": 1.0}), 1, 4),
         (Field("uint8", (1 << 24,)), KnownRows(1 << 20, None, {"x": 1.0}), 1, 1),
