@@ -125,7 +125,7 @@ def test_info_as_json_holds_the_same(template: Path) -> None:
     assert [f["field"] for f in facts["schema"]["fields"]] == list(SCHEMA)
     assert facts["schema"]["fields"][0] == {
         "field": "observation/pixels", "dtype": "uint8", "shape": [8, 8], "final": True, "chunk_rows": [64],
-        "codec": ["blosc-zstd:1"],
+        "object_rows": [64], "codec": ["blosc-zstd:1"],
     }  # fmt: skip
     assert [(s["rows"], s["state"], s["rank"], s["world"]) for s in facts["streams"]] == [
         (52, "sealed", 0, "w0"), (61, "sealed", 1, "w0"),

@@ -31,11 +31,11 @@ PIXELS = Field("uint8", (84, 84))
     ("spec", "is_compressed", "rows"),
     [
         (PIXELS, True, 64),  # 512 KiB over 7056 bytes, rounded down to a power of two
-        (PIXELS, False, 8),  # 64 KiB
+        (PIXELS, False, 32),  # 256 KiB
         (Field("uint8", (210, 160, 3)), True, 4),
-        (Field("uint8", (210, 160, 3)), False, 1),
-        (Field("float32", (64,)), True, 256),  # 64 KiB over 256 bytes
-        (Field("float32", (64,)), False, 256),
+        (Field("uint8", (210, 160, 3)), False, 2),
+        (Field("float32", (64,)), True, 512),  # 128 KiB over 256 bytes
+        (Field("float32", (64,)), False, 512),
         (Field("float32"), False, 16384),
         (Field("bool"), True, 16384),
         (Field("uint8", (1 << 22,)), True, 1),

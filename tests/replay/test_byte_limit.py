@@ -34,7 +34,7 @@ def object_sizes(url: str, stream: str, path: str) -> dict[int, int]:
 def weighed(url: str, buffer: ReplayBuffer) -> tuple[float, float]:
     """Bytes of the committed rows that are shown, from the files alone, and of the largest file of each field.
 
-    A chunk that is not compressed is stored whole, so one file may be larger than a limit, and then nothing is shown.
+    A chunk that is not compressed is stored whole, so one file may exceed a limit, and then nothing is shown.
     """
     buffer.flush()
     with buffer.session.up_to_date(waits=True) as assembler:

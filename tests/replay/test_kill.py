@@ -28,7 +28,7 @@ from trajstore.sampling.priorities.priority_options import Linear
 SCHEMA = Schema(
     {
         "obs": Field("float32", (4,), final=True, chunk_rows=32),
-        "action": Field("int64", chunk_rows=64),
+        "action": Field("int64", chunk_rows=16, shard_rows=64),
         "reward": Field("float32", chunk_rows=64),
     }
 )

@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 SCHEMA = Schema(
     {
         "observation": Field("float32", (2,), final=True, chunk_rows=4),
-        "action": Field("int64", chunk_rows=8),
+        "action": Field("int64", chunk_rows=2, shard_rows=8),
         "reward": Field("float32", chunk_rows=4),
     }
 )

@@ -27,7 +27,7 @@ SCHEMA = Schema(
     {
         "observation": Field("float32", (3,), chunk_rows=4),
         "action": Field("int64", chunk_rows=8),
-        "reward": Field("float32", chunk_rows=16),
+        "reward": Field("float32", chunk_rows=4, shard_rows=16),
     }
 )
 N_OBJECTS = {"observation": 4, "action": 8, "reward": 16}
@@ -254,7 +254,7 @@ def test_a_shard_goes_once_all_its_rows_may_go(session: Session, index_at_start:
     session.sweeper.want({old: 30})
     session.sweeper.flush()
     left = {field: chunks(session.place, old, field) for field in N_OBJECTS}
-    assert left == {"observation": [2, 3, 4, 5], "action": [1, 2], "reward": [0, 1]}
+    assert left == {"observation": [2, 3, 4, 5], "action": [1, 2], "reward": [2, 3, 4, 5]}
     assert rows_by_stream(session.place) == {old: list(range(30, 64))}
 
 

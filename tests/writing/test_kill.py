@@ -26,7 +26,7 @@ from trajstore import EpisodeKey, Field, Schema, Store, StoreNotFoundError, Writ
 SCHEMA = Schema(
     {
         "observation": Field("float32", (3,), final=True, chunk_rows=32),
-        "action": Field("int64", chunk_rows=64),
+        "action": Field("int64", chunk_rows=16, shard_rows=64),
         "reward": Field("float32", chunk_rows=16),
     }
 )

@@ -88,6 +88,7 @@ def _schema_facts(snapshot: Snapshot, live: Mapping[str, int], with_sizes: bool)
         layouts = {record.layouts[f"steps/{path}"] for record in holding}
         facts = {"field": path, "dtype": spec.dtype, "shape": list(spec.shape), "final": spec.final}
         facts["chunk_rows"] = sorted({layout.chunk_rows for layout in layouts})
+        facts["object_rows"] = sorted({layout.object_rows for layout in layouts})
         facts["codec"] = sorted({_codec_name(layout.codec) for layout in layouts})
         if with_sizes:
             keys = [f"streams/{record.id}/steps/{path}" for record in holding]

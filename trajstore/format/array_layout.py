@@ -23,7 +23,8 @@ MAX_SHARD_CHUNKS = 1 << 20
 WIDE_ROW_BYTES = 4096  # wider rows are frames, or as large
 # A row that is not in the cache costs a whole chunk, so chunks are small. But other Zarr readers need about as long
 # for a chunk as for decoding 256 KiB, and frames compress by what repeats from row to row; see decision 23.
-_CHUNK_BYTES = 64 << 10
+_CHUNK_BYTES = 128 << 10
+_WIDE_CHUNK_BYTES = 256 << 10
 _FRAME_CHUNK_BYTES = 512 << 10
 _MAX_CHUNK_ROWS = 16384
 _ABSENT = (1 << 64) - 1  # offset and size of a chunk that a shard does not hold
@@ -35,8 +36,8 @@ def chunk_rows_for(spec: Field, *, is_compressed: bool) -> int:
     """Rows in a chunk of a field: the field's own choice, else a power of two that depends on the size of a row."""
     if spec.chunk_rows is not None:
         return spec.chunk_rows
-    is_frame = is_compressed and spec.row_bytes >= WIDE_ROW_BYTES
-    return rows_within(_FRAME_CHUNK_BYTES if is_frame else _CHUNK_BYTES, spec)
+    wide = _FRAME_CHUNK_BYTES if is_compressed else _WIDE_CHUNK_BYTES
+    return rows_within(wide if spec.row_bytes >= WIDE_ROW_BYTES else _CHUNK_BYTES, spec)
 
 
 def rows_within(n_bytes: int, spec: Field) -> int:

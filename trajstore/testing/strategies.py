@@ -27,19 +27,27 @@ _INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
 def fields(*, final: bool | None = None) -> st.SearchStrategy[Field]:
-    """Fields of every dtype and codec, with 0 to 3 axes and small chunks.
+    """Fields of every dtype and codec, with 0 to 3 axes and small chunks, some of them in shards.
 
     Args:
         final: Whether the fields have a final value; None draws either.
     """
     return st.builds(
-        Field,
+        _field,
         st.sampled_from(sorted(DTYPES)),
         st.lists(st.integers(1, 3), max_size=3).map(tuple),
+        st.sampled_from((1, 2, 4, 8)),
+        st.sampled_from((None, 1, 2, 4)),
         final=st.booleans() if final is None else st.just(final),
-        chunk_rows=st.sampled_from((1, 2, 4, 8)),
         codec=st.none() | st.sampled_from(CODECS),
     )
+
+
+def _field(
+    dtype: str, shape: tuple[int, ...], chunk_rows: int, shard_chunks: int | None, *, final: bool, codec: str | None
+) -> Field:
+    shard_rows = None if shard_chunks is None else chunk_rows * shard_chunks
+    return Field(dtype, shape, final=final, chunk_rows=chunk_rows, shard_rows=shard_rows, codec=codec)
 
 
 @st.composite

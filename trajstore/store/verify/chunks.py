@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from trajstore.errors import CorruptionError, StorageError
-from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
 from trajstore.schema import Array
 from trajstore.store.stream_reader import ChunkError, MissingChunkError
@@ -130,7 +129,7 @@ def _faults_by_size(inspection: Inspection, array: CheckedArray, sizes: Mapping[
         key = array.layout.chunk_key(index)
         if key not in sizes:
             faults[index] = "missing"
-        elif fault := _size_fault(array.layout, sizes[key]):
+        elif fault := _size_fault(array, index, sizes[key]):
             faults[index] = fault
         counted.add(key)
     inspection.report.counts["bytes"] += sum(sizes.get(key, 0) for key in counted)
@@ -138,11 +137,15 @@ def _faults_by_size(inspection: Inspection, array: CheckedArray, sizes: Mapping[
     return faults
 
 
-def _size_fault(layout: ArrayLayout, size: int) -> str | None:
-    """What is wrong with the size of an object: less or more than its codec can produce."""
-    n, per = layout.chunk_bytes, layout.chunks_per_shard
+def _size_fault(array: CheckedArray, index: int, size: int) -> str | None:
+    """What is wrong with the size of an object: less or more than its codec can produce.
+
+    A shard holds at least the committed chunks; those of a commit that was never completed may follow.
+    """
+    layout, per = array.layout, array.layout.chunks_per_shard
+    n, n_chunks = layout.chunk_bytes, min(per, array.chunks.stop - index // per * per)
     low, high = {"none": (n, n), "blosc": (16, n + 16), "zstd": (9, n + n // 128 + 512)}[layout.codec.name]
-    low, high = (low + 4), (high + 4) * per
+    low, high = (low + 4) * n_chunks, (high + 4) * per
     if layout.shard_rows is not None:
         low, high = low + layout.shard_index_bytes, high + layout.shard_index_bytes
     if low <= size <= high:
