@@ -13,8 +13,11 @@ from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
 from trajstore.schema import Array, Schema, stored_fill
 from trajstore.storage import Storage
+from trajstore.store.shard_pieces import ImpossibleChunkError, ShardPiece, pieces
 
 _WAVE_CHUNKS = 64  # read at a time
+_WAVE_SHARDS = 16  # the same of sharded arrays
+_DECODE_TASKS = 4  # threads that decode the chunks of one shard
 
 
 class ChunkError(CorruptionError):
@@ -83,6 +86,8 @@ class StreamReader:
         layout = self.record.layouts[path]
         if start == stop:
             return np.empty((0, *layout.row_shape), layout.dtype)
+        if layout.shard_rows is not None:
+            return self._read_sharded_rows(path, layout, start, stop)
         first, last = start // layout.chunk_rows, (stop - 1) // layout.chunk_rows
         # The length comes from metadata: read the last chunk before allocating memory for all of them.
         tail = self._load(path, layout, last)
@@ -102,6 +107,51 @@ class StreamReader:
             self._decode(path, layout, index, out[low : low + layout.chunk_rows])
         else:
             _copy_chunk(layout, index, self._load(path, layout, index), out, start)
+
+    def _read_sharded_rows(self, path: str, layout: ArrayLayout, start: int, stop: int) -> Array:
+        """The same for a sharded array: one request for a shard, or few."""
+        parts = list(pieces(layout, start // layout.chunk_rows, -(-stop // layout.chunk_rows)))
+        last = parts.pop()
+        chunks = self._read_piece(path, layout, last)
+        tail = self._decode_new(path, layout, last.stop - 1, chunks[-1])  # before memory is allocated, as above
+        out = np.empty((stop - start, *layout.row_shape), layout.dtype)
+        _copy_chunk(layout, last.stop - 1, tail, out, start)
+
+        def place(at: int, data: memoryview) -> None:
+            low = at * layout.chunk_rows - start
+            if low >= 0 and low + layout.chunk_rows <= len(out):
+                self.decode_chunk(path, at, data, out[low : low + layout.chunk_rows])
+            else:
+                _copy_chunk(layout, at, self._decode_new(path, layout, at, data), out, start)
+
+        def place_part(part: ShardPiece) -> None:
+            for at, data in enumerate(self._read_piece(path, layout, part), part.start):
+                place(at, data)
+
+        def place_some(task: int) -> None:
+            for i in range(task, len(chunks) - 1, _DECODE_TASKS):
+                place(last.start + i, chunks[i])
+
+        self._storage.map(place_some, range(min(_DECODE_TASKS, len(chunks) - 1)))
+        for wave in range(0, len(parts), _WAVE_SHARDS):
+            self._storage.map(place_part, parts[wave : wave + _WAVE_SHARDS])
+        return out
+
+    def _read_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
+        key = f"streams/{self.record.id}/{path}/{layout.chunk_key(piece.start)}"
+        shard = piece.start // layout.chunks_per_shard
+        try:
+            with self._named(path, layout, piece.start):
+                return piece.read(self._storage, key, layout, lambda: self._shard_index(path, layout, shard, key))
+        except ChunkError as error:
+            if isinstance(error.__cause__, ImpossibleChunkError):
+                with self._named(path, layout, error.__cause__.number):
+                    raise error.__cause__ from None
+            raise
+
+    def _decode_new(self, path: str, layout: ArrayLayout, index: int, data: memoryview) -> Array:
+        with self._named(path, layout, index):
+            return layout.decode_new(data)
 
     def chunk(self, path: str, index: int, buffer: bytearray) -> memoryview:
         """Read one chunk, still encoded. The result is valid until ``buffer`` is used again."""
