@@ -13,11 +13,13 @@ import trajstore
 from tests.support.sharding import read_record, rewrite
 from trajstore import Field, Schema
 from trajstore.errors import CorruptionError
+from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.codec import Codec
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.storage import LocalStorage
-from trajstore.store import shard_pieces
+from trajstore.store import recent_chunks, shard_pieces
+from trajstore.store.recent_chunks import RecentChunks
 from trajstore.store.stream_reader import StreamReader
 
 N_STEPS, N_EPISODES, CHUNK_ROWS = 30, 8, 4
@@ -141,6 +143,60 @@ def test_an_impossible_place_in_a_shard_index_names_its_chunk(root: Path) -> Non
     file.write_bytes(Codec("none").encode(index) + data[layout.shard_index_bytes :])
     with pytest.raises(CorruptionError, match=r"chunk 4 .*which is impossible"):
         reader.read_rows("steps/observation", 0, N_STEPS)
+
+
+def test_episodes_read_in_order_read_each_object_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, store, values = Requests(monkeypatch), trajstore.open(root), observations(N_STEPS * N_EPISODES)
+    for i in range(N_EPISODES):
+        found = store.read_episode(i)
+        assert np.array_equal(found["observation"], values[i * N_STEPS : (i + 1) * N_STEPS])
+        assert np.array_equal(found["reward"], values[i * N_STEPS : (i + 1) * N_STEPS, 0])
+    for path in SCHEMA.fields:
+        assert set(requests.by_key(path).values()) == {1}
+
+
+def test_episodes_read_in_order_decode_each_chunk_of_a_shard_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewrite(root, stream_of(root), chunks_per_shard=60)
+    decoded: Counter[bytes] = Counter()
+    real = ArrayLayout.decode_new
+
+    def decode_new(layout: ArrayLayout, data: Any) -> Any:
+        decoded[bytes(data)] += layout.chunk_rows == CHUNK_ROWS
+        return real(layout, data)
+
+    monkeypatch.setattr(ArrayLayout, "decode_new", decode_new)
+    store, values = trajstore.open(root), observations(N_STEPS * N_EPISODES)
+    for first in range(0, len(values), 3):  # pieces of episodes, some of them inside a chunk
+        i, t = divmod(first, N_STEPS)
+        found = store.read_episode(i, fields=["observation"], start=t, stop=min(t + 3, N_STEPS))
+        assert np.array_equal(found["observation"], values[first : first + 3])
+    assert max(decoded.values()) == 1
+
+
+def test_a_chunk_that_still_grows_is_read_again(tmp_path: Path) -> None:
+    store = trajstore.create(tmp_path / "store", SCHEMA, fsync=False)
+    with store.writer() as writer:
+        for i in range(3 * CHUNK_ROWS):
+            rows = observations(i + 1)[-1:]
+            writer.append_episode({"observation": rows, "reward": rows[:, 0]}, terminated=True)
+            writer.commit()
+            store.refresh()
+            assert np.array_equal(store.read_episode(i)["observation"], rows)
+            assert np.array_equal(store.read_episode(max(0, i - 1))["reward"], observations(max(1, i))[-1:, 0])
+
+
+def test_chunks_that_are_kept_for_the_next_episode_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_chunks, "MAX_BYTES", 1000)
+    recent, chunk = RecentChunks(), np.zeros(100, np.uint8)
+    for i in range(100):
+        recent.put(("stream", "steps/x", i), chunk)
+        kept = [n for n in range(100) if recent.get(("stream", "steps/x", n)) is not None]
+        assert kept[-4:] == [*range(max(0, i - 3), i + 1)][-4:]
+        assert len(kept) <= 10
+    recent.put(("stream", "steps/y", 0), np.zeros(126, np.uint8))
+    assert recent.get(("stream", "steps/y", 0)) is None
 
 
 def test_a_scan_through_the_cache_reads_each_object_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
 from trajstore.schema import Array, Schema, stored_fill
 from trajstore.storage import Storage
+from trajstore.store.recent_chunks import RecentChunks
 from trajstore.store.shard_pieces import ImpossibleChunkError, ShardPiece, pieces
 
 _WAVE_CHUNKS = 64  # read at a time
@@ -71,8 +72,15 @@ class StreamReader:
             out[...] = row
         return row is not None
 
-    def read_rows(self, path: str, start: int, stop: int) -> Array:
+    def read_rows(self, path: str, start: int, stop: int, recent: RecentChunks | None = None) -> Array:
         """Read committed rows ``[start, stop)`` of an array into a new array.
+
+        Args:
+            path: The array.
+            start: First row.
+            stop: Row after the last.
+            recent: Chunks that earlier reads with this record began or ended in; gets those of this read. Not for
+                derived columns, whose chunks are overwritten.
 
         Raises:
             IndexError: The array does not have these rows.
@@ -83,59 +91,71 @@ class StreamReader:
             raise IndexError(f"{self._name(path)}: rows {start} to {stop}, but it has {n} rows")
         if (row := self._fill_rows.get(path)) is not None:
             return np.broadcast_to(row, (stop - start, *row.shape)).copy()
-        layout = self.record.layouts[path]
+        layout, recent = self.record.layouts[path], recent or RecentChunks()
         if start == stop:
             return np.empty((0, *layout.row_shape), layout.dtype)
         if layout.shard_rows is not None:
-            return self._read_sharded_rows(path, layout, start, stop)
+            return self._read_sharded_rows(path, layout, start, stop, recent)
         first, last = start // layout.chunk_rows, (stop - 1) // layout.chunk_rows
         # The length comes from metadata: read the last chunk before allocating memory for all of them.
-        tail = self._load(path, layout, last)
+        tail = self._load(path, layout, last, recent)
         out = np.empty((stop - start, *layout.row_shape), layout.dtype)
 
         def place(index: int) -> None:
-            self._place(path, layout, index, out, start)
+            self._place(path, layout, index, out, start, recent)
 
         _copy_chunk(layout, last, tail, out, start)
         for wave in range(first, last, _WAVE_CHUNKS):
             self._storage.map(place, range(wave, min(last, wave + _WAVE_CHUNKS)))
         return out
 
-    def _place(self, path: str, layout: ArrayLayout, index: int, out: Array, start: int) -> None:
+    def _place(
+        self, path: str, layout: ArrayLayout, index: int, out: Array, start: int, recent: RecentChunks
+    ) -> None:
         low = index * layout.chunk_rows - start
         if low >= 0 and low + layout.chunk_rows <= len(out):
             self._decode(path, layout, index, out[low : low + layout.chunk_rows])
         else:
-            _copy_chunk(layout, index, self._load(path, layout, index), out, start)
+            _copy_chunk(layout, index, self._load(path, layout, index, recent), out, start)
 
-    def _read_sharded_rows(self, path: str, layout: ArrayLayout, start: int, stop: int) -> Array:
+    def _read_sharded_rows(
+        self, path: str, layout: ArrayLayout, start: int, stop: int, recent: RecentChunks
+    ) -> Array:
         """The same for a sharded array: one request for a shard, or few."""
-        parts = list(pieces(layout, start // layout.chunk_rows, -(-stop // layout.chunk_rows)))
-        last = parts.pop()
-        chunks = self._read_piece(path, layout, last)
-        tail = self._decode_new(path, layout, last.stop - 1, chunks[-1])  # before memory is allocated, as above
+        first, end = start // layout.chunk_rows, -(-stop // layout.chunk_rows)
+        known = recent.get((self.record.id, path, first))
+        if known is not None and end == first + 1:
+            return known[start - first * layout.chunk_rows : stop - first * layout.chunk_rows].copy()
+        parts = list(pieces(layout, first + (known is not None), end))
+        chunks = self._read_piece(path, layout, last := parts.pop())
+        tail = self._decode_new(path, layout, end - 1, chunks.pop())  # before memory is allocated, as above
+        recent.put((self.record.id, path, end - 1), tail)
         out = np.empty((stop - start, *layout.row_shape), layout.dtype)
-        _copy_chunk(layout, last.stop - 1, tail, out, start)
-
-        def place(at: int, data: memoryview) -> None:
-            low = at * layout.chunk_rows - start
-            if low >= 0 and low + layout.chunk_rows <= len(out):
-                self.decode_chunk(path, at, data, out[low : low + layout.chunk_rows])
-            else:
-                _copy_chunk(layout, at, self._decode_new(path, layout, at, data), out, start)
-
-        def place_part(part: ShardPiece) -> None:
-            for at, data in enumerate(self._read_piece(path, layout, part), part.start):
-                place(at, data)
+        _copy_chunk(layout, end - 1, tail, out, start)
+        if known is not None:
+            _copy_chunk(layout, first, known, out, start)
 
         def place_some(task: int) -> None:
-            for i in range(task, len(chunks) - 1, _DECODE_TASKS):
-                place(last.start + i, chunks[i])
+            for i in range(task, len(chunks), _DECODE_TASKS):
+                self._place_encoded(path, layout, last.start + i, chunks[i], out, start)
 
-        self._storage.map(place_some, range(min(_DECODE_TASKS, len(chunks) - 1)))
+        def place_part(part: ShardPiece) -> None:
+            for index, data in enumerate(self._read_piece(path, layout, part), part.start):
+                self._place_encoded(path, layout, index, data, out, start)
+
+        self._storage.map(place_some, range(min(_DECODE_TASKS, len(chunks))))
         for wave in range(0, len(parts), _WAVE_SHARDS):
             self._storage.map(place_part, parts[wave : wave + _WAVE_SHARDS])
         return out
+
+    def _place_encoded(
+        self, path: str, layout: ArrayLayout, index: int, data: memoryview, out: Array, start: int
+    ) -> None:
+        low = index * layout.chunk_rows - start
+        if low >= 0 and low + layout.chunk_rows <= len(out):
+            self.decode_chunk(path, index, data, out[low : low + layout.chunk_rows])
+        else:
+            _copy_chunk(layout, index, self._decode_new(path, layout, index, data), out, start)
 
     def _read_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
         key = f"streams/{self.record.id}/{path}/{layout.chunk_key(piece.start)}"
@@ -174,9 +194,14 @@ class StreamReader:
         with self._named(path, layout, index):
             layout.decode(data, out)
 
-    def _load(self, path: str, layout: ArrayLayout, index: int) -> Array:
+    def _load(self, path: str, layout: ArrayLayout, index: int, recent: RecentChunks) -> Array:
+        key = (self.record.id, path, index)
+        if (known := recent.get(key)) is not None:
+            return known
         with self._named(path, layout, index):
-            return layout.decode_new(self._chunk_bytes(path, layout, index))
+            chunk = layout.decode_new(self._chunk_bytes(path, layout, index))
+        recent.put(key, chunk)
+        return chunk
 
     def _decode(self, path: str, layout: ArrayLayout, index: int, out: Array) -> None:
         with self._named(path, layout, index):
