@@ -31,7 +31,8 @@ import zarr
 import trajstore
 from tests.support.power_loss import Crash, FileSystem, Image, Operation, Recorder, choose, crashes, n_states
 from trajstore import EpisodeKey, Field, Priorities, ReplayBuffer, Schema, Store, StoreNotFoundError, Writer
-from trajstore.storage import ANY, LocalStorage, Put
+from trajstore.storage import ANY, LocalStorage, Put, written_files
+from trajstore.storage.written_files import WrittenFiles
 from trajstore.store.verify import verify
 
 _log = logging.getLogger(__name__)
@@ -654,6 +655,18 @@ def test_a_loss_of_power_at_any_moment_takes_nothing_that_was_promised(room: Pat
     assert outcome.n_deep > 10
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("work", [writing, columns], ids=lambda found: found.__name__)
+def test_nothing_is_lost_when_files_of_a_wave_are_synced_while_others_are_written(
+    room: Path, monkeypatch: pytest.MonkeyPatch, work: Work
+) -> None:
+    monkeypatch.setattr(written_files, "MAX_OPEN", 2)
+    outcome = Explorer(recorded(room, work), room).run(n_states() // 2, 0)
+    _log.info("%s", outcome)
+    assert not outcome.violations, f"{outcome}\n" + "\n".join(outcome.violations[:5])
+    assert outcome.n_states > 100
+
+
 def test_the_workloads_do_what_they_are_named_for(room: Path) -> None:
     ledger = recorded(room, eviction_beside_a_checkpoint)
     operations = [entry for entry in ledger.recorder.log if isinstance(entry, Operation)]
@@ -675,6 +688,38 @@ def chunks_are_not_synced(recorder: Recorder, patch: pytest.MonkeyPatch) -> None
             return put_many(self, wave)
 
     patch.setattr(LocalStorage, "put_many", put_unsynced)
+
+
+def files_left_for_the_end_of_a_wave_are_not_synced(recorder: Recorder, patch: pytest.MonkeyPatch) -> None:
+    take = WrittenFiles.take
+
+    def take_none(self: WrittenFiles) -> list[tuple[str, int]]:
+        for _, descriptor in take(self):
+            recorder.close(descriptor)
+        return []
+
+    patch.setattr(WrittenFiles, "take", take_none)
+
+
+def files_get_their_names_before_they_are_synced(recorder: Recorder, patch: pytest.MonkeyPatch) -> None:
+    put_many, sync = LocalStorage.put_many, LocalStorage._sync_written
+    late = list[tuple[str, int]]()
+
+    def put_then_sync(self: LocalStorage, puts: Iterable[Put]) -> dict[str, str]:
+        versions = put_many(self, puts)
+        for file in late:
+            sync(self, file)
+        late.clear()
+        return versions
+
+    def sync_later(self: LocalStorage, file: tuple[str, int]) -> None:
+        if file[0].endswith("zarr.json"):
+            sync(self, file)
+        else:
+            late.append(file)
+
+    patch.setattr(LocalStorage, "put_many", put_then_sync)
+    patch.setattr(LocalStorage, "_sync_written", sync_later)
 
 
 def the_record_is_put_before_the_chunks(recorder: Recorder, patch: pytest.MonkeyPatch) -> None:
@@ -744,6 +789,9 @@ PLANTED: list[tuple[Bug, Work]] = [
     (chunks_are_not_synced, writing),
     (chunks_are_not_synced, checkpoints_with_priorities),
     (chunks_are_not_synced, columns),
+    (files_left_for_the_end_of_a_wave_are_not_synced, writing),
+    (files_left_for_the_end_of_a_wave_are_not_synced, checkpoints_with_priorities),
+    (files_get_their_names_before_they_are_synced, writing),
     (the_record_is_put_before_the_chunks, writing),
     (the_record_is_put_before_the_chunks, checkpoints_with_priorities),
     (directories_are_not_synced, writing),

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event, get_ident
+from threading import Event, Lock, get_ident
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,8 @@ import pytest
 import trajstore
 from tests.conftest import Place
 from trajstore.errors import StorageError
-from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage, open_storage
+from trajstore.storage import ABSENT, ANY, OWN, UNSEEN, Put, Storage, open_storage, written_files
+from trajstore.storage.written_files import WrittenFiles
 from trajstore.testing.conformance import StorageConformance
 
 NOBODY = 65534
@@ -72,6 +73,7 @@ class OsCalls:
         self.has_published = False
         self._root = root
         self._descriptors: dict[int, str] = {}
+        self._lock = Lock()
         for name in self.NAMES:
             patch.setattr(os, name, self._watched(name, getattr(os, name)))
 
@@ -81,8 +83,10 @@ class OsCalls:
             if kwargs.get("dir_fd") is not None or not all(self._is_ours(path) for path in paths):
                 return real(*args, **kwargs)
             self.check()
-            self.calls.append(name)
-            if self.fail_at == len(self.calls):
+            with self._lock:
+                self.calls.append(name)
+                fails = self.fail_at == len(self.calls)
+            if fails:
                 raise OSError(errno.EIO, os.strerror(errno.EIO), paths[0])
             self._before(name, paths)
             result = real(*args, **kwargs)
@@ -222,7 +226,12 @@ def test_no_directory_is_ever_seen_without_its_content(
     assert seen == []
 
 
-@any_put
+def put_wave_alone(storage: Storage, data: bytes) -> object:
+    """No two objects make the same directory: the loser of such a race cleans up, which must not fail as well."""
+    return storage.put_many([Put(key, lambda: data) for key in ("old/key", "old/new", "x/y/z", "top")])
+
+
+@pytest.mark.parametrize("put", [*PUTS.values(), put_wave_alone], ids=[*PUTS, "a wave"])
 def test_a_fault_at_any_call_leaves_the_old_object_and_no_litter(
     tmp_path: Path, put: Callable[[Storage, bytes], object]
 ) -> None:
@@ -252,6 +261,88 @@ def fails_cleanly(root: Path, put: Callable[[Storage, bytes], object], k: int) -
     storage.put("new/deep/key", b"newer")
     assert storage.get_many(["old/key", "new/deep/key"]) == [b"newer"] * 2, where
     return True
+
+
+def test_the_files_of_a_wave_are_written_before_the_first_is_synced(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = OsCalls(monkeypatch, root)
+    open_storage(root).put_many([Put(f"old/{i}", lambda: b"new", UNSEEN if i % 2 else ANY) for i in range(20)])
+    files = calls.calls[: calls.calls.index("replace")]
+    assert files.count("write") == files.count("fsync") == 20
+    assert "fsync" not in files[: len(files) - 20]
+    assert calls.calls[len(files) :].count("fsync") == 1  # the directory
+
+
+def test_a_wave_that_fails_leaves_every_old_object_and_no_litter_and_can_be_repeated(root: Path) -> None:
+    storage, keys = open_storage(root), [f"old/{i}" for i in range(20)]
+    storage.put_many([Put(key, lambda: b"old") for key in keys])
+
+    def fail() -> bytes:
+        raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        storage.put_many([*(Put(key, lambda: b"new") for key in keys), Put("old/last", fail)])
+    assert storage.get_many(keys) == [b"old"] * 20
+    assert temporaries(root) == []
+    storage.put_many([Put(key, lambda: b"new") for key in keys])
+    assert storage.get_many(keys) == [b"new"] * 20
+
+
+def test_a_sync_that_fails_names_its_own_object(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, real = [f"old/{i}" for i in range(20)], os.fsync
+    monkeypatch.setattr(written_files, "MAX_OPEN", 3)
+
+    def fail(descriptor: int) -> None:
+        if os.fstat(descriptor).st_size == 7:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    puts = [Put(key, lambda key=key: bytes(7 if key == "old/8" else 5)) for key in keys]  # type: ignore[misc]
+    with pytest.raises(StorageError, match="old/8:"):
+        open_storage(root).put_many(puts)
+    assert os.listdir(root / "old") == ["key"]
+    assert temporaries(root) == []
+
+
+@pytest.mark.parametrize("expect", [ANY, UNSEEN])
+def test_a_wave_of_many_objects_keeps_few_files_open(
+    root: Path, monkeypatch: pytest.MonkeyPatch, expect: str
+) -> None:
+    monkeypatch.setattr(written_files, "MAX_OPEN", 3)
+    calls, n_open, most = OsCalls(monkeypatch, root), set[int](), list[int]()
+    opens, closes = os.open, os.close
+
+    def watched_open(*args: Any, **kwargs: Any) -> int:
+        descriptor = opens(*args, **kwargs)
+        n_open.add(descriptor)
+        most.append(len(n_open))
+        return descriptor
+
+    def watched_close(descriptor: int) -> None:
+        n_open.discard(descriptor)
+        closes(descriptor)
+
+    monkeypatch.setattr(os, "open", watched_open)
+    monkeypatch.setattr(os, "close", watched_close)
+    storage = open_storage(root)
+    storage.put_many([Put(f"old/{i}", lambda: b"new", expect) for i in range(50)])
+    assert max(most) <= 3 + 2 * storage.n_threads  # each thread writes one and syncs one
+    assert not n_open
+    assert calls.lost_by_a_power_cut() == []
+    assert calls.early == []
+
+
+def test_a_wave_that_is_over_keeps_nothing_that_a_thread_writes_late(tmp_path: Path) -> None:
+    late, descriptors = tmp_path / "late", len(os.listdir("/proc/self/fd")) if Path("/proc").is_dir() else None
+    with WrittenFiles(fsync=True) as files:
+        files.write("early", str(tmp_path / "early"), b"1", os.O_TRUNC)
+    assert files.write("late", str(late), b"1", os.O_EXCL) is None
+    assert not late.exists()
+    assert files.take() == []
+    if descriptors is not None:
+        assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize("k", range(2, 8))  # the first call makes the scratch directory, which exists

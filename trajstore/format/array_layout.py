@@ -140,6 +140,11 @@ class ArrayLayout:
         """Rows in one object: in a shard, or in a chunk if the array is not sharded."""
         return self.shard_rows or self.chunk_rows
 
+    @property
+    def max_encoded_bytes(self) -> int:
+        """The most bytes that an encoded chunk can have; raw chunks have exactly as many."""
+        return self.chunk_bytes + CRC_BYTES if self.is_raw else 2 * self.chunk_bytes + 4096
+
     def empty_chunk(self) -> Array:
         return np.zeros((self.chunk_rows, *self.row_shape), self.dtype)
 
@@ -182,8 +187,8 @@ class ArrayLayout:
         Raises:
             CorruptionError: It is too large, ends behind the object, or has another size than raw chunks have.
         """
-        most = self.chunk_bytes + CRC_BYTES if self.is_raw else 2 * self.chunk_bytes + 4096
-        if size > most or start + size > object_bytes or (self.is_raw and size < most):
+        is_wrong = size != self.max_encoded_bytes if self.is_raw else size > self.max_encoded_bytes
+        if is_wrong or start + size > object_bytes:
             raise CorruptionError(f"it has {size} bytes at byte {start} of its object, which is impossible")
 
     def encode_shard_index(self, sizes: Sequence[int]) -> bytes:

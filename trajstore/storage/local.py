@@ -17,6 +17,7 @@ from trajstore.errors import StorageError
 from trajstore.storage.atomic_files import sync_file
 from trajstore.storage.file_maps import FileMap, can_map_files
 from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage, check_key, check_tree, storage_error
+from trajstore.storage.written_files import WrittenFiles, sync_and_close
 
 _N_THREADS = 4
 _SCRATCH = "scratch"
@@ -35,7 +36,10 @@ _SCRATCH_NODE = (
 
 
 class LocalStorage(Storage):
-    """A directory. A put writes a temporary file, syncs and renames it, so it happens as a whole or not at all."""
+    """A directory. A put writes a temporary file, syncs and renames it, so it happens as a whole or not at all.
+
+    The files of a wave are synced together, before any of them gets its name.
+    """
 
     n_threads = _N_THREADS
 
@@ -86,22 +90,57 @@ class LocalStorage(Storage):
             return self._path(key).stat().st_size
 
     def put(self, key: str, data: bytes | memoryview, expect: str = ANY) -> str:
-        with self._translated("write", key):
-            self._sync_directories(self._publish(key, data, expect))
+        self._put_wave([Put(key, lambda: data, expect)])
         return ANY
 
     def put_many(self, puts: Iterable[Put]) -> dict[str, str]:
         wave = list(puts)
-
-        def publish(put: Put) -> set[str]:
-            data = put.make()  # outside _translated: its errors are not storage errors
-            with self._translated("write", put.key):
-                return self._publish(put.key, data, put.expect)
-
-        dirty: set[str] = set().union(*self.map(publish, wave))
-        with self._translated("sync", ""):
-            self._sync_directories(dirty)
+        self._put_wave(wave)
         return {put.key: ANY for put in wave}
+
+    def _put_wave(self, wave: Sequence[Put]) -> None:
+        """Write all files, then sync all, then give all their names, then sync each directory once.
+
+        Until all files are durable, no name changes: a failure leaves the old objects.
+        """
+        with WrittenFiles(fsync=self._fsync) as files:
+            temporaries = self.map(lambda put: self._write(put, files), wave)
+            self.map(self._sync_written, files.take())
+            pairs = list(zip(wave, temporaries, strict=True))
+            named = self.map(self._give_name, [(put, path) for put, path in pairs if path is not None])
+        in_place = {os.path.dirname(self._name(put.key)) for put, path in pairs if path is None}
+        with self._translated("sync", wave[0].key if len(wave) == 1 else ""):
+            self._sync_directories(in_place.union(*named))
+
+    def _write(self, put: Put, files: WrittenFiles) -> str | None:
+        """Write the file of an object; return its temporary name, or None if it has its own name already."""
+        data = put.make()  # outside _translated: its errors are not storage errors
+        with self._translated("write", put.key):
+            temporary, due = self._write_data(put, data, files)
+        if due is not None:
+            self._sync_written(due)
+        return temporary
+
+    def _write_data(
+        self, put: Put, data: bytes | memoryview, files: WrittenFiles
+    ) -> tuple[str | None, tuple[str, int] | None]:
+        if put.expect == UNSEEN:
+            # Most objects are new chunks, for which a temporary file and a rename cost as much as the write.
+            with contextlib.suppress(FileNotFoundError):  # the directory does not exist yet
+                return None, files.write(put.key, self._name(put.key), data, os.O_TRUNC)
+        temporary = str(self._scratch() / self._temporary_name())
+        return temporary, files.write(put.key, temporary, data, os.O_EXCL)
+
+    def _sync_written(self, file: tuple[str, int]) -> None:
+        key, descriptor = file
+        with self._translated("write", key):
+            sync_and_close(descriptor)
+
+    def _give_name(self, unnamed: tuple[Put, str]) -> set[str]:
+        """Give a temporary file its name; return the directories to sync."""
+        put, temporary = unnamed
+        with self._translated("write", put.key):
+            return self._publish_file(Path(temporary), self._path(put.key), put.expect)
 
     def check_writable(self) -> None:
         if self._root.exists() and not os.access(self._root, os.W_OK):
@@ -172,24 +211,11 @@ class LocalStorage(Storage):
                     os.unlink(temporary)
 
     def _path(self, key: str) -> Path:
-        check_key(key)
-        return self._root / key
+        return Path(self._name(key))
 
-    def _publish(self, key: str, data: bytes | memoryview, expect: str) -> set[str]:
-        """Write, sync and rename a file; return the directories to sync."""
-        target = self._path(key)
-        if expect == UNSEEN and target.parent.exists():
-            # Most objects are new chunks, for which a temporary file and a rename cost as much as the write.
-            self._write_file(target, data, os.O_TRUNC)
-            return {str(target.parent)}
-        temporary = self._scratch() / self._temporary_name()
-        try:
-            self._write_file(temporary, data)
-            return self._publish_file(temporary, target, expect)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+    def _name(self, key: str) -> str:
+        check_key(key)
+        return f"{self.display}/{key}"
 
     def _publish_file(self, temporary: Path, target: Path, expect: str) -> set[str]:
         """Give a temporary file its name; return the directories to sync."""
@@ -224,24 +250,15 @@ class LocalStorage(Storage):
             )
             os.rename(base, top)
         except OSError as error:
-            with contextlib.suppress(FileNotFoundError):
-                os.rename(new_file, temporary)
-            shutil.rmtree(base, ignore_errors=True)
+            try:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(new_file, temporary)
+            finally:
+                shutil.rmtree(base, ignore_errors=True)
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
                 return set()
             raise
         return {str(top.parent)}
-
-    def _write_file(self, path: Path, data: bytes | memoryview, flags: int = os.O_EXCL) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
-        try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
-            if self._fsync:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
     def _sync_file(self, path: Path) -> None:
         if self._fsync:
@@ -262,7 +279,10 @@ class LocalStorage(Storage):
             node = scratch / "zarr.json"
             if not node.exists():
                 temporary = scratch / self._temporary_name()
-                self._write_file(temporary, _SCRATCH_NODE)
+                with WrittenFiles(fsync=self._fsync) as files:
+                    files.write(node.name, str(temporary), _SCRATCH_NODE, os.O_EXCL)
+                    for _, descriptor in files.take():
+                        sync_and_close(descriptor)
                 os.replace(temporary, node)
                 self._sync_directories({str(scratch)})  # else a power cut may leave a directory without metadata
             self._scratch_ready = os.getpid()

@@ -21,6 +21,7 @@ from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
 from trajstore.store.column_reader import ColumnReader, ColumnRows, StepNumbers, read_records
+from trajstore.store.recent_chunks import RecentChunks
 from trajstore.store.schema_objects import check_streams, union_of_schemas
 from trajstore.store.stream_reader import MissingChunkError, StreamReader, concat_spans
 
@@ -350,7 +351,8 @@ class Snapshot:
         """Read the steps of one episode as new numpy arrays, nested as they were written.
 
         Fields with a final value have one row more than the others if the episode has its final values and ``stop``
-        reaches its end. bfloat16 is returned as float32, which holds it exactly.
+        reaches its end. bfloat16 is returned as float32, which holds it exactly. Episodes that are read in order
+        read each chunk once: the snapshot keeps the chunks that reads ended in, up to 64 MiB.
 
         Args:
             episode: Its row in `episodes`, or its key.
@@ -435,7 +437,11 @@ class Snapshot:
         return np.concatenate(parts) if parts else streams[0].reader.read_rows(path, 0, 0)
 
     def _read_or_explain(self, reader: StreamReader, path: str, start: int, stop: int) -> Array:
-        return self._explained(start, lambda: reader.read_rows(path, start, stop))
+        return self._explained(start, lambda: reader.read_rows(path, start, stop, self._recent_chunks))
+
+    @cached_property
+    def _recent_chunks(self) -> RecentChunks:
+        return RecentChunks()
 
     def _explained(self, row: int, read: Callable[[], T]) -> T:
         """Call ``read``; if a chunk is missing, raise an error that says whether it was evicted or lost."""

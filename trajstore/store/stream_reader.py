@@ -15,8 +15,12 @@ from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
 from trajstore.schema import Array, Schema, stored_fill
 from trajstore.storage import FileMap, Storage
+from trajstore.store.recent_chunks import RecentChunks
+from trajstore.store.shard_pieces import ImpossibleChunkError, ShardPiece, pieces
 
 _WAVE_CHUNKS = 64  # read at a time
+_WAVE_SHARDS = 16  # the same of sharded arrays
+_DECODE_TASKS = 4  # threads that decode the chunks of one shard
 
 
 class ChunkError(CorruptionError):
@@ -80,8 +84,15 @@ class StreamReader:
             out[...] = row
         return row is not None
 
-    def read_rows(self, path: str, start: int, stop: int) -> Array:
+    def read_rows(self, path: str, start: int, stop: int, recent: RecentChunks | None = None) -> Array:
         """Read committed rows ``[start, stop)`` of an array into a new array.
+
+        Args:
+            path: The array.
+            start: First row.
+            stop: Row after the last.
+            recent: Chunks that earlier reads with this record began or ended in; gets those of this read. Not for
+                derived columns, whose chunks are overwritten.
 
         Raises:
             IndexError: The array does not have these rows.
@@ -92,28 +103,92 @@ class StreamReader:
             raise IndexError(f"{self._name(path)}: rows {start} to {stop}, but it has {n} rows")
         if (row := self._fill_rows.get(path)) is not None:
             return np.broadcast_to(row, (stop - start, *row.shape)).copy()
-        layout = self.record.layouts[path]
+        layout, recent = self.record.layouts[path], recent or RecentChunks()
         if start == stop:
             return np.empty((0, *layout.row_shape), layout.dtype)
+        if layout.shard_rows is not None:
+            return self._read_sharded_rows(path, layout, start, stop, recent)
         first, last = start // layout.chunk_rows, (stop - 1) // layout.chunk_rows
         # The length comes from metadata: read the last chunk before allocating memory for all of them.
-        tail = self._load(path, layout, last)
+        tail = self._load(path, layout, last, recent)
         out = np.empty((stop - start, *layout.row_shape), layout.dtype)
 
         def place(index: int) -> None:
-            self._place(path, layout, index, out, start)
+            self._place(path, layout, index, out, start, recent)
 
         _copy_chunk(layout, last, tail, out, start)
         for wave in range(first, last, _WAVE_CHUNKS):
             self._storage.map(place, range(wave, min(last, wave + _WAVE_CHUNKS)))
         return out
 
-    def _place(self, path: str, layout: ArrayLayout, index: int, out: Array, start: int) -> None:
+    def _place(
+        self, path: str, layout: ArrayLayout, index: int, out: Array, start: int, recent: RecentChunks
+    ) -> None:
         low = index * layout.chunk_rows - start
         if low >= 0 and low + layout.chunk_rows <= len(out):
             self._decode(path, layout, index, out[low : low + layout.chunk_rows])
         else:
-            _copy_chunk(layout, index, self._load(path, layout, index), out, start)
+            _copy_chunk(layout, index, self._load(path, layout, index, recent), out, start)
+
+    def _read_sharded_rows(
+        self, path: str, layout: ArrayLayout, start: int, stop: int, recent: RecentChunks
+    ) -> Array:
+        """The same for a sharded array: one request for a shard, or few."""
+        first, end = start // layout.chunk_rows, -(-stop // layout.chunk_rows)
+        known = recent.get((self.record.id, path, first))
+        if known is not None and end == first + 1:
+            return known[start - first * layout.chunk_rows : stop - first * layout.chunk_rows].copy()
+        parts = list(pieces(layout, first + (known is not None), end))
+        chunks = self._read_piece(path, layout, last := parts.pop())
+        tail = self._decode_new(path, layout, end - 1, chunks.pop())  # before memory is allocated, as above
+        recent.put((self.record.id, path, end - 1), tail)
+        out = np.empty((stop - start, *layout.row_shape), layout.dtype)
+        _copy_chunk(layout, end - 1, tail, out, start)
+        if known is not None:
+            _copy_chunk(layout, first, known, out, start)
+
+        def place_some(task: int) -> None:
+            for i in range(task, len(chunks), _DECODE_TASKS):
+                self._place_encoded(path, layout, last.start + i, chunks[i], out, start)
+
+        def place_part(part: ShardPiece) -> None:
+            for index, data in enumerate(self._read_piece(path, layout, part), part.start):
+                self._place_encoded(path, layout, index, data, out, start)
+
+        self._storage.map(place_some, range(min(_DECODE_TASKS, len(chunks))))
+        for wave in range(0, len(parts), _WAVE_SHARDS):
+            self._storage.map(place_part, parts[wave : wave + _WAVE_SHARDS])
+        return out
+
+    def _place_encoded(
+        self, path: str, layout: ArrayLayout, index: int, data: memoryview, out: Array, start: int
+    ) -> None:
+        low = index * layout.chunk_rows - start
+        if low >= 0 and low + layout.chunk_rows <= len(out):
+            self.decode_chunk(path, index, data, out[low : low + layout.chunk_rows])
+        else:
+            _copy_chunk(layout, index, self._decode_new(path, layout, index, data), out, start)
+
+    def _read_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
+        """The encoded chunks of a piece."""
+        key, last = f"streams/{self.record.id}/{path}/{layout.chunk_key(piece.start)}", piece.stop - 1
+        try:
+            with self._named(path, layout, piece.start):
+                chunks = piece.read(self._storage, key, layout, lambda: self._shard_index(path, layout, last)[0])
+        except ChunkError as error:
+            if isinstance(error.__cause__, ImpossibleChunkError):
+                with self._named(path, layout, error.__cause__.number):
+                    raise error.__cause__ from None
+            raise
+        if piece.stop * layout.chunk_rows > self.record.length(path) and not is_intact(chunks[-1]):
+            # The writer may have replaced the part-filled chunk since the index was read.
+            with self._named(path, layout, last):
+                chunks[-1] = memoryview(self._chunk_bytes(path, layout, last))
+        return chunks
+
+    def _decode_new(self, path: str, layout: ArrayLayout, index: int, data: memoryview) -> Array:
+        with self._named(path, layout, index):
+            return layout.decode_new(data)
 
     def chunk(self, path: str, index: int, buffer: bytearray) -> memoryview:
         """Read one chunk, still encoded. The result is valid until ``buffer`` is used again."""
@@ -185,9 +260,14 @@ class StreamReader:
         with self._named(path, layout, index):
             layout.decode(data, out)
 
-    def _load(self, path: str, layout: ArrayLayout, index: int) -> Array:
+    def _load(self, path: str, layout: ArrayLayout, index: int, recent: RecentChunks) -> Array:
+        key = (self.record.id, path, index)
+        if (known := recent.get(key)) is not None:
+            return known
         with self._named(path, layout, index):
-            return layout.decode_new(self._chunk_bytes(path, layout, index))
+            chunk = layout.decode_new(self._chunk_bytes(path, layout, index))
+        recent.put(key, chunk)
+        return chunk
 
     def _decode(self, path: str, layout: ArrayLayout, index: int, out: Array) -> None:
         with self._named(path, layout, index):
@@ -211,33 +291,36 @@ class StreamReader:
         key = f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
         if layout.shard_rows is None:
             return self._storage.get(key)
-        place, is_final = self._place_in_shard(path, layout, index, key)
+        place, is_final = self._place_in_shard(path, layout, index)
         while True:
             data = self._storage.get_range(key, *place)
             if is_final or is_intact(data):
                 return data
             # The writer may have replaced the shard since its index was read. Damage is what stays in its place.
-            before, (place, is_final) = place, self._place_in_shard(path, layout, index, key, is_fresh=True)
+            before, (place, is_final) = place, self._place_in_shard(path, layout, index, is_fresh=True)
             if place == before:
                 return self._storage.get_range(key, *place)
 
     def _place_in_shard(
-        self, path: str, layout: ArrayLayout, index: int, key: str, *, is_fresh: bool = False
+        self, path: str, layout: ArrayLayout, index: int, *, is_fresh: bool = False
     ) -> tuple[tuple[int, int], bool]:
         """Where a chunk lies in its shard, and whether it stays there: a part-filled chunk changes with commits."""
-        shard, inner = divmod(index, layout.chunks_per_shard)
+        places, n_rows = self._shard_index(path, layout, index, is_fresh=is_fresh)
+        offset, size = (int(n) for n in places[index % layout.chunks_per_shard])
+        layout.check_place(offset, size)
+        return (offset, offset + size), n_rows >= (index + 1) * layout.chunk_rows
+
+    def _shard_index(
+        self, path: str, layout: ArrayLayout, index: int, *, is_fresh: bool = False
+    ) -> tuple[Array, int]:
+        """The index of the shard that holds a chunk, and how many rows the array had when it was read."""
+        shard = index // layout.chunks_per_shard
         known, stop = self._shard_indexes.get((path, shard)), (index + 1) * layout.chunk_rows
         if is_fresh or known is None or known[1] < min(stop, self.record.length(path)):
-            known = self._read_shard_index(path, layout, shard, key)
-        offset, size = (int(n) for n in known[0][inner])
-        layout.check_place(offset, size)
-        return (offset, offset + size), known[1] >= stop
-
-    def _read_shard_index(self, path: str, layout: ArrayLayout, shard: int, key: str) -> tuple[Array, int]:
-        start = 0 if layout.index_at_start else self._storage.size(key) - layout.shard_index_bytes
-        data = self._storage.get_range(key, max(0, start), max(0, start) + layout.shard_index_bytes)
-        known = layout.decode_shard_index(data), self.record.length(path)
-        self._shard_indexes[path, shard] = known
+            key = f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+            start = 0 if layout.index_at_start else self._storage.size(key) - layout.shard_index_bytes
+            data = self._storage.get_range(key, max(0, start), max(0, start) + layout.shard_index_bytes)
+            known = self._shard_indexes[path, shard] = layout.decode_shard_index(data), self.record.length(path)
         return known
 
     def read_spans(self, start: int = 0) -> Spans:

@@ -1,0 +1,103 @@
+"""Reads neighbouring chunks of a sharded array with few requests: a whole shard, or long ranges of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from trajstore.errors import CorruptionError
+from trajstore.format.array_layout import ArrayLayout
+from trajstore.schema import Array
+from trajstore.storage import Storage
+
+_MAX_PIECE_BYTES = 32 << 20  # decoded, so that a few threads hold little
+_MAX_GAP_BYTES = 64 << 10  # bytes that are read in vain rather than with another request
+_MAX_OFFSET = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPiece:
+    """Chunks ``[start, stop)`` of an array, all of one shard."""
+
+    start: int
+    stop: int
+
+    def read(
+        self, storage: Storage, key: str, layout: ArrayLayout, shard_index: Callable[[], Array]
+    ) -> list[memoryview]:
+        """The encoded chunks, in order.
+
+        Args:
+            storage: Reads the object.
+            key: Key of the shard.
+            layout: The array.
+            shard_index: Gives the index of the shard. Not called if most of the shard is read: its index is in it.
+
+        Raises:
+            ImpossibleChunkError: The shard index is wrong about a chunk.
+            CorruptionError: The shard index is damaged.
+        """
+        if self._is_most_of_shard(layout):
+            data = memoryview(storage.get(key))
+            ranges = self._ranges(layout, layout.decode_shard_index(_index_bytes(data, layout)))
+            return [data[offset : offset + size] for offset, size in ranges.tolist()]
+        ranges = self._ranges(layout, shard_index())
+        chunks = [memoryview(b"")] * len(ranges)
+        for members in _runs(ranges):
+            start, stop = int(ranges[members[0], 0]), int(ranges[members].sum(axis=1).max())
+            data = memoryview(storage.get_range(key, start, stop))
+            for i in members.tolist():
+                low = int(ranges[i, 0]) - start
+                chunks[i] = data[low : low + int(ranges[i, 1])]
+        return chunks
+
+    def _is_most_of_shard(self, layout: ArrayLayout) -> bool:
+        n = layout.chunks_per_shard
+        return 2 * (self.stop - self.start) >= n and n * layout.chunk_bytes <= 2 * _MAX_PIECE_BYTES
+
+    def _ranges(self, layout: ArrayLayout, index: Array) -> Array:
+        """Offset and size of each chunk, checked."""
+        first = self.start % layout.chunks_per_shard
+        ranges = index[first : first + self.stop - self.start]
+        for i in np.flatnonzero(~possible_ranges(layout, ranges))[:1].tolist():
+            raise ImpossibleChunkError(self.start + i, *ranges[i].tolist())
+        return ranges.astype(np.int64)
+
+
+class ImpossibleChunkError(CorruptionError):
+    """A shard index gives chunk ``number`` of the array an impossible place."""
+
+    def __init__(self, number: int, offset: int, size: int) -> None:
+        super().__init__(f"the shard index gives it {size} bytes at offset {offset}, which is impossible")
+        self.number = number
+
+
+def pieces(layout: ArrayLayout, start: int, stop: int) -> Iterator[ShardPiece]:
+    """Divide chunks ``[start, stop)`` into pieces of at most one shard and about 32 MiB."""
+    per_shard = layout.chunks_per_shard
+    most = max(1, min(per_shard, _MAX_PIECE_BYTES // max(1, layout.chunk_bytes)))
+    while start < stop:
+        end = min(stop, start + most, (start // per_shard + 1) * per_shard)
+        yield ShardPiece(start, end)
+        start = end
+
+
+def possible_ranges(layout: ArrayLayout, ranges: Array) -> Array:
+    """Whether each (offset, size) can be that of a chunk; others would make a reader allocate without bound."""
+    is_possible: Array = (ranges[:, 1] <= layout.max_encoded_bytes) & (ranges[:, 0] < _MAX_OFFSET)
+    return is_possible
+
+
+def _index_bytes(shard: memoryview, layout: ArrayLayout) -> bytes:
+    n = layout.shard_index_bytes
+    return bytes(shard[:n] if layout.index_at_start else shard[-n:])
+
+
+def _runs(ranges: Array) -> list[Array]:
+    """Positions of the chunks that are read with one request each time, in order of their offsets."""
+    order = np.argsort(ranges[:, 0], kind="stable")
+    start, stop = ranges[order, 0], ranges[order].sum(axis=1)
+    gaps = start[1:] - np.maximum.accumulate(stop)[:-1]
+    return np.split(order, np.flatnonzero(gaps > _MAX_GAP_BYTES) + 1)
