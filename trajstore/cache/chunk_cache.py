@@ -132,7 +132,7 @@ class ChunkCache:
                     continue
                 chunk, n_filled = divmod(old.record.rows, chunk_rows)
                 if n_filled:
-                    self.tier.drop((old.record.id, path, chunk))
+                    self.tier.drop((old.record.folder, path, chunk))
 
     def resize(self, budget: int, host_budget: int) -> None:
         """Change the budgets; chunks that no longer fit are dropped."""

@@ -17,6 +17,7 @@ from trajstore.format.handles import EpisodeKey
 from trajstore.format.ids import is_stream_id
 from trajstore.format.lineage import Lineage
 from trajstore.format.marks import Marks
+from trajstore.format.packed_streams import shown_records
 from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
@@ -65,18 +66,21 @@ class Snapshot:
         schema: Schema | None,
         streams: Mapping[str, _Stream],
         lineage: Lineage | None = None,
+        stored: Mapping[str, CommitRecord] | None = None,
     ) -> None:
         self._storage = storage
         self._schema = schema
         self._streams = dict(streams)
         self._lineage = lineage  # None: that of the newest session
+        self._stored = stored  # by id, every record that was read; None: those of the streams
         self._pins: dict[str, str] = {}  # by stream: id of the checkpoint that pins its rows
 
     @staticmethod
     def at(storage: Storage, schema: Schema | None, checkpoint: Checkpoint) -> Snapshot:
         """The view of a checkpoint: each of its streams up to its extent, with open episodes shown as cut.
 
-        Reads, in one wave, the records of the streams that were still open when the checkpoint was taken.
+        Lists the streams, and reads, in one wave, the records of those that were still open when the checkpoint was
+        taken. Streams that were packed since, and whose originals are gone, are read from their packed copies.
 
         Raises:
             CorruptionError: A stream is missing, or has fewer rows than the checkpoint lists.
@@ -85,6 +89,7 @@ class Snapshot:
         extents = checkpoint.streams
         records = {name: extent.record for name, extent in extents.items() if extent.record is not None}
         records |= read_records(storage, [name for name in extents if name not in records])
+        records = with_existing_copies(storage, extents, records)
         if missing := [name for name in extents if name not in records]:
             raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
         try:
@@ -114,25 +119,29 @@ class Snapshot:
 
         Costs one listing, and one wave of reads of the records that may have changed since ``before``.
         """
+        known = {record.id: record for record in before.stored} if before else {}
         old = before._streams if before else {}
-        names = [name for name in storage.list_names("streams") if is_stream_id(name)]
-        dead = {stream for s in old.values() for stream in s.record.view.dead}
-        may_have_changed = [n for n in names if n not in old or not (old[n].record.is_sealed or n in dead)]
-        records = read_records(storage, may_have_changed)
+        stored = _load_records(storage, known)
         streams: dict[str, _Stream] = {}
-        for name in names:
-            record = records.get(name)
-            if record is None:
-                if name in old and name not in may_have_changed:
-                    streams[name] = old[name]
-            elif name not in old:
+        for record in shown_records(stored.values()):
+            name, place = record.id, record.location or record.id
+            if name not in old:
                 streams[name] = _Stream(StreamReader(storage, record, schema))
-            else:  # a backend may return an older record; a snapshot never goes back in time
-                is_newer = record.commit >= old[name].record.commit
-                streams[name] = old[name].advanced(record) if is_newer else old[name]
-        return Snapshot._from_streams(
-            storage, schema, streams, [s for name, s in streams.items() if name not in old]
-        )
+            elif old[name].record.folder == record.folder and stored[place] is known.get(place):
+                streams[name] = old[name]
+            else:
+                streams[name] = old[name].advanced(record)
+        new = [s for name, s in streams.items() if name not in old]
+        snapshot = Snapshot._from_streams(storage, schema, streams, new)
+        snapshot._stored = stored
+        return snapshot
+
+    @property
+    def stored(self) -> tuple[CommitRecord, ...]:
+        """The record of every stored stream: also of originals that were packed, and of unfinished packed streams."""
+        if self._stored is None:
+            return tuple(record.as_stored() for record in self.streams)
+        return tuple(self._stored.values())
 
     def advanced(self, record: CommitRecord) -> Snapshot:
         """This view with one stream advanced to a record; reads nothing.
@@ -149,8 +158,16 @@ class Snapshot:
         return snapshot
 
     def joined(self, other: Snapshot, world: str) -> Snapshot:
-        """This view plus the streams of one world from another view."""
+        """This view plus the streams of one world from another view.
+
+        Streams that the other view reads from other objects, because they were packed, are read from there.
+        """
         more = {name: s for name, s in other._streams.items() if s.record.world == world}
+        more |= {
+            name: s.advanced(_at_place_of(other._streams[name].record, s.record))
+            for name, s in self._streams.items()
+            if name not in more and name in other._streams and other._streams[name].record.folder != s.record.folder
+        }
         snapshot = Snapshot(self._storage, self._schema or other.schema, {**self._streams, **more}, self.lineage)
         snapshot._pins = self._pins
         return snapshot
@@ -203,13 +220,14 @@ class Snapshot:
 
     def __getstate__(self) -> dict[str, Any]:
         # The other process gets the same records, and reads the span tables itself.
-        records = {name: stream.record.to_bytes() for name, stream in self._streams.items()}
+        records = {s.record.as_stored().id: s.record.to_bytes() for s in self._streams.values()}
         return {
             "storage": self._storage,
             "records": records,
             "schema": self._schema and self._schema.to_json(),
             "pins": self._pins,
             "lineage": self._lineage,
+            "packed": {s.record.location for s in self._streams.values() if s.record.location is not None},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -218,10 +236,10 @@ class Snapshot:
         self._schema = Schema.from_json(state["schema"]) if state["schema"] else None
         self._pins = state["pins"]
         self._lineage = state["lineage"]
-        self._streams = {
-            name: _Stream(StreamReader(storage, CommitRecord.from_bytes(data, name, storage.display), self._schema))
-            for name, data in state["records"].items()
-        }
+        self._stored = None
+        stored = [CommitRecord.from_bytes(data, name, storage.display) for name, data in state["records"].items()]
+        records = [record.shown() if record.id in state["packed"] else record for record in stored]
+        self._streams = {r.id: _Stream(StreamReader(storage, r, self._schema)) for r in records}
 
     @property
     def schema(self) -> Schema | None:
@@ -445,16 +463,37 @@ class Snapshot:
             raise self.reason(missing, row) from missing
 
     def reason(self, missing: MissingChunkError, row: int) -> SnapshotExpiredError | CorruptionError:
-        """The error for a missing chunk that holds this row: evicted or lost, according to the newest records."""
+        """The error for a missing chunk that holds this row: evicted, packed or lost, according to the newest records."""
+        fresh = Snapshot.load(self._storage, self._schema)
+        if self._is_moved(missing.stream, fresh):
+            return SnapshotExpiredError(f"stream '{missing.stream}' was packed; refresh the store")
         if self._is_pinned(missing.stream):
             return CorruptionError(str(missing))
-        fresh = Snapshot.load(self._storage, self._schema)
         first = Marks.wanted(fresh.streams).get(missing.stream, 0)
         if missing.stream not in fresh._streams or first > row:
             return SnapshotExpiredError(
                 f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"
             )
         return CorruptionError(str(missing))
+
+    def _is_moved(self, stream: str, fresh: Snapshot) -> bool:
+        """Whether the objects that this snapshot reads a stream from are gone, and other objects hold it."""
+        if stream not in self._streams or stream not in fresh._streams:
+            return False
+        return self._streams[stream].record.as_stored().id not in {
+            record.id for record in fresh.stored
+        } or (self._streams[stream].record.folder != fresh._streams[stream].record.folder)
+
+    def relocated(self) -> Snapshot:
+        """This view, with streams whose objects were removed after they were packed read from the packed ones."""
+        names = {name: s.record for name, s in self._streams.items()}
+        found = with_existing_copies(self._storage, names, names)
+        streams = {n: s if found[n] is s.record else s.advanced(found[n]) for n, s in self._streams.items()}
+        if all(streams[name] is stream for name, stream in self._streams.items()):
+            return self
+        snapshot = Snapshot(self._storage, self._schema, streams, self._lineage)
+        snapshot._pins = self._pins
+        return snapshot
 
     def _is_pinned(self, stream: str) -> bool:
         """Whether the checkpoint that this snapshot shows still exists, and so pins its rows of the stream."""
@@ -468,6 +507,49 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self._storage.display}: {len(self._streams)} streams, {self.n_rows} rows>"
+
+
+def _load_records(storage: Storage, known: Mapping[str, CommitRecord]) -> dict[str, CommitRecord]:
+    """The newest record of every stored stream, where ``known`` may be out of date."""
+    names = [name for name in storage.list_names("streams") if is_stream_id(name)]
+    dead = {stream for record in known.values() for stream in record.view.dead}
+    may_have_changed = [n for n in names if n not in known or not (known[n].is_sealed or n in dead)]
+    fresh = read_records(storage, may_have_changed)
+    stored: dict[str, CommitRecord] = {name: known[name] for name in names if name not in may_have_changed}
+    for name, record in fresh.items():  # a backend may return an older record; a snapshot never goes back in time
+        is_older = name in known and record.commit < known[name].commit
+        stored[name] = known[name] if is_older else record
+    return stored
+
+
+def with_existing_copies(
+    storage: Storage, wanted: Collection[str], records: Mapping[str, CommitRecord]
+) -> dict[str, CommitRecord]:
+    """The records of streams; those whose objects are gone because they were packed name the packed objects.
+
+    Args:
+        storage: Storage of the store.
+        wanted: The streams.
+        records: Their records, as far as they are known. A record may be cut to an extent, and stays so.
+    """
+    names = [name for name in storage.list_names("streams") if is_stream_id(name)]
+    gone = [name for name in wanted if name not in records or records[name].as_stored().id not in names]
+    if not gone:
+        return dict(records)
+    others = read_records(storage, names).values()
+    copies = {record.id: record for record in shown_records(others) if record.location is not None}
+    found = {
+        name: _at_place_of(copies[name], records[name]) if name in records else copies[name]
+        for name in gone
+        if name in copies
+    }
+    return {**records, **found}
+
+
+def _at_place_of(copy: CommitRecord, record: CommitRecord) -> CommitRecord:
+    """A record whose arrays are those of another copy of the stream."""
+    layouts = {path: layout for path, layout in copy.layouts.items() if path in record.layouts}
+    return replace(record, location=copy.location, layouts=layouts)
 
 
 def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:

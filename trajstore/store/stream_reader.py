@@ -51,9 +51,10 @@ class StreamReader:
         self._shard_indexes: dict[tuple[str, int], Array] = {}  # valid for good: shards never change
 
     def advanced(self, record: CommitRecord) -> StreamReader:
-        """A reader for a newer record of the same stream; shares the cached shard indexes."""
+        """A reader for a newer record of the same stream; shares the cached shard indexes of the same objects."""
         reader = StreamReader(self._storage, record)
-        reader._shard_indexes = self._shard_indexes
+        if record.folder == self.record.folder:
+            reader._shard_indexes = self._shard_indexes
         reader._fill_rows = self._fill_rows
         return reader
 
@@ -108,7 +109,7 @@ class StreamReader:
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
             if layout.shard_rows is None:
-                return self._storage.get_into(f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}", buffer)
+                return self._storage.get_into(f"{self.record.folder}/{path}/{layout.chunk_key(index)}", buffer)
             return memoryview(self._chunk_bytes(path, layout, index))
 
     def chunk_key(self, path: str, index: int) -> str | None:
@@ -116,7 +117,7 @@ class StreamReader:
         layout = self.record.layouts.get(path)
         if layout is None or layout.shard_rows is not None:
             return None
-        return f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+        return f"{self.record.folder}/{path}/{layout.chunk_key(index)}"
 
     def decode_chunk(self, path: str, index: int, data: bytes | memoryview, out: Array) -> None:
         """Decode the result of `chunk` into ``out``, a contiguous array of one chunk."""
@@ -147,7 +148,7 @@ class StreamReader:
             raise ChunkError(f"{name}: {error}", self.record.id, *rows) from error
 
     def _chunk_bytes(self, path: str, layout: ArrayLayout, index: int) -> bytes:
-        key = f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+        key = f"{self.record.folder}/{path}/{layout.chunk_key(index)}"
         if layout.shard_rows is None:
             return self._storage.get(key)
         shard, inner = divmod(index, layout.chunks_per_shard)

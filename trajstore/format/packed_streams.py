@@ -1,0 +1,110 @@
+"""Packed streams: which of several stored copies of a stream readers show.
+
+A packed stream holds all rows of another stream in other objects, and its record repeats everything that the other
+record says. So a reader shows it as that other stream, under its id, and nothing but the place of the objects
+differs. docs/format.md, section 6, has the rules.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from trajstore.format.commit_record import CommitRecord, Replaces, SessionView
+
+PENDING_S = 3600.0  # a copy whose record was not put for so long is no longer being written
+
+
+def shown_records(records: Iterable[CommitRecord]) -> list[CommitRecord]:
+    """The record of each stream as readers show it: that of the copy that counts, with the id that handles name.
+
+    Streams that are being packed, and copies that others replace, are left out.
+    """
+    stored = {record.id: record for record in records}
+    chosen = _chosen_copies(stored)
+    others = (record for record in stored.values() if stream_of(record, stored) not in chosen)
+    kept = [record for record in others if not is_being_packed(record)]
+    return [*kept, *(record.shown() for record in chosen.values())]
+
+
+def replaced_copies(records: Iterable[CommitRecord]) -> set[str]:
+    """Ids of the stored streams that a packed stream replaces as a whole: nothing of them is shown."""
+    stored = {record.id: record for record in records}
+    chosen = _chosen_copies(stored)
+    return {
+        record.id
+        for record in stored.values()
+        if (copy := chosen.get(stream_of(record, stored))) is not None
+        and copy.id != record.id
+        and not is_being_packed(record)
+    }
+
+
+def unfinished_copies(records: Iterable[CommitRecord]) -> set[str]:
+    """Ids of copies that were never completed, and that no process can still be writing."""
+    latest = time.time() - PENDING_S
+    return {record.id for record in records if is_being_packed(record) and record.committed_at < latest}
+
+
+def unfinished(packed: CommitRecord, put_at: float) -> CommitRecord:
+    """The record of a packed stream while it is being written or removed: without rows; readers ignore it.
+
+    Args:
+        packed: The record of the whole.
+        put_at: UNIX seconds when this record is put.
+    """
+    assert packed.replaces is not None
+    columns = {
+        target: {name: replace(state, first=0, stop=0, deltas=0) for name, state in named.items()}
+        for target, named in packed.columns.items()
+    }
+    return replace(
+        packed,
+        rows=0,
+        spans=0,
+        text_bytes=0,
+        commit=0,
+        is_sealed=False,
+        committed_at=put_at,
+        first_row=0,
+        view=SessionView(),
+        replaces=Replaces(packed.replaces.stream, 0, 0),
+        columns=columns,
+        continues=None,
+    )
+
+
+def is_being_packed(record: CommitRecord) -> bool:
+    """Whether a stream is a copy that is not complete; readers ignore it."""
+    return record.replaces is not None and not record.is_sealed
+
+
+def stream_of(record: CommitRecord, stored: Mapping[str, CommitRecord]) -> str:
+    """The stream that a stored stream is a copy of: another one that it replaces as a whole, or itself."""
+    if record.replaces is None:
+        return record.id
+    is_copy = is_being_packed(record) or _is_whole(record, stored.get(record.replaces.stream))
+    return record.replaces.stream if is_copy else record.id
+
+
+def _chosen_copies(stored: Mapping[str, CommitRecord]) -> dict[str, CommitRecord]:
+    """By stream, the packed stream that counts: of the newest commit, and of several of them the newest one."""
+    chosen: dict[str, CommitRecord] = {}
+    for record in stored.values():
+        stream = stream_of(record, stored)
+        if stream != record.id and not is_being_packed(record):
+            chosen[stream] = max(record, chosen.get(stream, record), key=_rank)
+    return chosen
+
+
+def _rank(record: CommitRecord) -> tuple[int, str]:
+    return record.commit, record.id.rpartition("-")[2]
+
+
+def _is_whole(packed: CommitRecord, original: CommitRecord | None) -> bool:
+    """Whether a stream replaces all of another, which may be gone or may have been continued since."""
+    replaces = packed.replaces
+    if replaces is None or replaces.start or replaces.stop != packed.rows:
+        return False
+    return original is None or (packed.commit >= original.commit and packed.rows >= original.rows)
