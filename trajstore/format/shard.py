@@ -12,7 +12,7 @@ from trajstore.format.codec import Codec
 _ABSENT = (1 << 64) - 1  # offset and size of a chunk that a shard does not hold
 
 
-def assemble_shard(layout: ArrayLayout, chunks: Sequence[bytes | None]) -> bytearray:
+def assemble_shard(layout: ArrayLayout, chunks: Sequence[bytes | None]) -> bytes:
     """The object that holds encoded chunks, each with its checksum, in order.
 
     Args:
@@ -28,7 +28,4 @@ def assemble_shard(layout: ArrayLayout, chunks: Sequence[bytes | None]) -> bytea
             offset += len(chunk)
     encoded = Codec("none").encode(index)
     present = [chunk for chunk in chunks if chunk is not None]
-    shard = bytearray()
-    for part in (encoded, *present) if layout.index_at_start else (*present, encoded):
-        shard += part
-    return shard
+    return b"".join((encoded, *present) if layout.index_at_start else (*present, encoded))

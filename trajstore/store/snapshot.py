@@ -138,7 +138,7 @@ class Snapshot:
 
     @property
     def stored(self) -> tuple[CommitRecord, ...]:
-        """The record of every stored stream: also of originals that were packed, and of unfinished packed streams."""
+        """The record of every stored stream, also of originals that were packed and of unfinished copies."""
         if self._stored is None:
             return tuple(record.as_stored() for record in self.streams)
         return tuple(self._stored.values())
@@ -463,11 +463,14 @@ class Snapshot:
             raise self.reason(missing, row) from missing
 
     def reason(self, missing: MissingChunkError, row: int) -> SnapshotExpiredError | CorruptionError:
-        """The error for a missing chunk that holds this row: evicted, packed or lost, according to the newest records."""
-        fresh = Snapshot.load(self._storage, self._schema)
-        if self._is_moved(missing.stream, fresh):
+        """The error for a missing chunk that holds this row.
+
+        It was evicted, packed or lost, according to the newest records.
+        """
+        fresh, is_pinned = Snapshot.load(self._storage, self._schema), self._is_pinned(missing.stream)
+        if self._is_moved(missing.stream, fresh, is_pinned=is_pinned):
             return SnapshotExpiredError(f"stream '{missing.stream}' was packed; refresh the store")
-        if self._is_pinned(missing.stream):
+        if is_pinned:
             return CorruptionError(str(missing))
         first = Marks.wanted(fresh.streams).get(missing.stream, 0)
         if missing.stream not in fresh._streams or first > row:
@@ -476,13 +479,13 @@ class Snapshot:
             )
         return CorruptionError(str(missing))
 
-    def _is_moved(self, stream: str, fresh: Snapshot) -> bool:
-        """Whether the objects that this snapshot reads a stream from are gone, and other objects hold it."""
+    def _is_moved(self, stream: str, fresh: Snapshot, *, is_pinned: bool) -> bool:
+        """Whether other objects hold a stream now, and those that this snapshot reads are gone or may be."""
         if stream not in self._streams or stream not in fresh._streams:
             return False
-        return self._streams[stream].record.as_stored().id not in {
-            record.id for record in fresh.stored
-        } or (self._streams[stream].record.folder != fresh._streams[stream].record.folder)
+        record = self._streams[stream].record
+        is_gone = record.as_stored().id not in (stored.id for stored in fresh.stored)
+        return is_gone or (not is_pinned and record.folder != fresh._streams[stream].record.folder)
 
     def relocated(self) -> Snapshot:
         """This view, with streams whose objects were removed after they were packed read from the packed ones."""

@@ -73,7 +73,7 @@ def records_shown(inspection: Inspection, checkpoint: Checkpoint) -> dict[str, C
 
 
 def _newest_record(inspection: Inspection, stream: str, extent: StreamExtent) -> CommitRecord | str:
-    """The record of the stored stream that an extent names, or of the packed copy that replaced it; or its fault."""
+    """The record of the stored stream that an extent names, or of the copy that replaced it; or its fault."""
     place = stream if extent.record is None else extent.record.as_stored().id
     found = inspection.records.get(place) or inspection.record_or_fault(place)
     if isinstance(found, CommitRecord):
