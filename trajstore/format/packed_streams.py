@@ -19,26 +19,17 @@ PENDING_S = 3600.0  # a copy whose record was not put for so long is no longer b
 def shown_records(records: Iterable[CommitRecord]) -> list[CommitRecord]:
     """The record of each stream as readers show it: that of the copy that counts, with the id that handles name.
 
-    Streams that are being packed, and copies that others replace, are left out.
+    Streams that are being packed, and copies that do not count, are left out.
     """
-    stored = {record.id: record for record in records}
-    chosen = _chosen_copies(stored)
-    others = (record for record in stored.values() if stream_of(record, stored) not in chosen)
-    kept = [record for record in others if not is_being_packed(record)]
-    return [*kept, *(record.shown() for record in chosen.values())]
+    counting = _counting_copies(records)
+    return [record if record.id == stream else record.shown() for stream, record in counting.items()]
 
 
 def replaced_copies(records: Iterable[CommitRecord]) -> set[str]:
-    """Ids of the stored streams that a packed stream replaces as a whole: nothing of them is shown."""
-    stored = {record.id: record for record in records}
-    chosen = _chosen_copies(stored)
-    return {
-        record.id
-        for record in stored.values()
-        if (copy := chosen.get(stream_of(record, stored))) is not None
-        and copy.id != record.id
-        and not is_being_packed(record)
-    }
+    """Ids of the complete stored streams of which readers use nothing, because another copy counts."""
+    stored = list(records)
+    counting = {record.id for record in _counting_copies(stored).values()}
+    return {record.id for record in stored if not is_being_packed(record)} - counting
 
 
 def unfinished_copies(records: Iterable[CommitRecord]) -> set[str]:
@@ -82,29 +73,30 @@ def is_being_packed(record: CommitRecord) -> bool:
 
 def stream_of(record: CommitRecord, stored: Mapping[str, CommitRecord]) -> str:
     """The stream that a stored stream is a copy of: another one that it replaces as a whole, or itself."""
-    if record.replaces is None:
+    if record.replaces is None or _is_part(record, stored.get(record.replaces.stream)):
         return record.id
-    is_copy = is_being_packed(record) or _is_whole(record, stored.get(record.replaces.stream))
-    return record.replaces.stream if is_copy else record.id
+    return record.replaces.stream
 
 
-def _chosen_copies(stored: Mapping[str, CommitRecord]) -> dict[str, CommitRecord]:
-    """By stream, the packed stream that counts: of the newest commit, and of several of them the newest one."""
-    chosen: dict[str, CommitRecord] = {}
-    for record in stored.values():
-        stream = stream_of(record, stored)
-        if stream != record.id and not is_being_packed(record):
-            chosen[stream] = max(record, chosen.get(stream, record), key=_rank)
-    return chosen
-
-
-def _rank(record: CommitRecord) -> tuple[int, str]:
-    return record.commit, record.id.rpartition("-")[2]
-
-
-def _is_whole(packed: CommitRecord, original: CommitRecord | None) -> bool:
-    """Whether a stream replaces all of another, which may be gone or may have been continued since."""
+def _is_part(packed: CommitRecord, original: CommitRecord | None) -> bool:
+    """Whether a stream replaces only some rows of another, which then shows the others itself."""
     replaces = packed.replaces
     if replaces is None or replaces.start or replaces.stop != packed.rows:
-        return False
-    return original is None or (packed.commit >= original.commit and packed.rows >= original.rows)
+        return replaces is not None
+    is_current = original is not None and packed.commit >= original.commit
+    return is_current and original is not None and packed.rows < original.rows
+
+
+def _counting_copies(records: Iterable[CommitRecord]) -> dict[str, CommitRecord]:
+    """By stream, the stored stream that counts: that of the newest commit, and of these the newest packed one."""
+    stored = {record.id: record for record in records}
+    counting: dict[str, CommitRecord] = {}
+    for record in stored.values():
+        if not is_being_packed(record):
+            stream = stream_of(record, stored)
+            counting[stream] = max(record, counting.get(stream, record), key=_rank)
+    return counting
+
+
+def _rank(record: CommitRecord) -> tuple[int, bool, str]:
+    return record.commit, record.replaces is not None, record.id.rpartition("-")[2]
