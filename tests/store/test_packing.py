@@ -739,7 +739,7 @@ def test_a_kill_or_a_failure_at_any_storage_call_changes_nothing_that_readers_se
     write(store, "a", 3, 3)
     with store.writer("b", commit_seconds=None) as writer:
         writer.append_episode(steps(3, 0), terminated=True)
-        writer.put_column("value", store.refresh().streams[0].id, np.arange(15, dtype=np.float32))
+        writer.put_column("value", store.refresh().streams[0].id, np.arange(15))
     checkpointed(source, "one")
     before, at = contents(opened(source)), contents(opened(source, at="one"))
 

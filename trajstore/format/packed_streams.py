@@ -78,6 +78,11 @@ def stream_of(record: CommitRecord, stored: Mapping[str, CommitRecord]) -> str:
     return record.replaces.stream
 
 
+def counts_over(copy: CommitRecord, other: CommitRecord) -> bool:
+    """Whether readers prefer one copy of a stream to another; both as they are shown."""
+    return _rank(copy.as_stored()) > _rank(other.as_stored())
+
+
 def _is_part(packed: CommitRecord, original: CommitRecord | None) -> bool:
     """Whether a stream replaces only some rows of another, which then shows the others itself."""
     replaces = packed.replaces

@@ -17,7 +17,7 @@ from trajstore.format.handles import EpisodeKey
 from trajstore.format.ids import is_stream_id
 from trajstore.format.lineage import Lineage
 from trajstore.format.marks import Marks
-from trajstore.format.packed_streams import shown_records
+from trajstore.format.packed_streams import counts_over, shown_records
 from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
@@ -79,8 +79,8 @@ class Snapshot:
     def at(storage: Storage, schema: Schema | None, checkpoint: Checkpoint) -> Snapshot:
         """The view of a checkpoint: each of its streams up to its extent, with open episodes shown as cut.
 
-        Lists the streams, and reads, in one wave, the records of those that were still open when the checkpoint was
-        taken. Streams that were packed since, and whose originals are gone, are read from their packed copies.
+        Lists the streams, and reads the records of those that were still open when the checkpoint was taken or were
+        created later. Streams that were packed since are read from the packed copies.
 
         Raises:
             CorruptionError: A stream is missing, or has fewer rows than the checkpoint lists.
@@ -89,7 +89,7 @@ class Snapshot:
         extents = checkpoint.streams
         records = {name: extent.record for name, extent in extents.items() if extent.record is not None}
         records |= read_records(storage, [name for name in extents if name not in records])
-        records = with_existing_copies(storage, extents, records)
+        records = _with_packed_copies(storage, extents, records)
         if missing := [name for name in extents if name not in records]:
             raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
         try:
@@ -488,9 +488,9 @@ class Snapshot:
         return is_gone or (not is_pinned and record.folder != fresh._streams[stream].record.folder)
 
     def relocated(self) -> Snapshot:
-        """This view, with streams whose objects were removed after they were packed read from the packed ones."""
-        names = {name: s.record for name, s in self._streams.items()}
-        found = with_existing_copies(self._storage, names, names)
+        """This view, with streams that were packed since read from the packed objects."""
+        records = {name: s.record for name, s in self._streams.items()}
+        found = _with_packed_copies(self._storage, records, records)
         streams = {n: s if found[n] is s.record else s.advanced(found[n]) for n, s in self._streams.items()}
         if all(streams[name] is stream for name, stream in self._streams.items()):
             return self
@@ -525,28 +525,28 @@ def _load_records(storage: Storage, known: Mapping[str, CommitRecord]) -> dict[s
     return stored
 
 
-def with_existing_copies(
+def _with_packed_copies(
     storage: Storage, wanted: Collection[str], records: Mapping[str, CommitRecord]
 ) -> dict[str, CommitRecord]:
-    """The records of streams; those whose objects are gone because they were packed name the packed objects.
+    """The records of streams; those that were packed since name the packed objects: the others may be gone.
+
+    Lists the streams, and reads the records of those that are not among ``records``.
 
     Args:
         storage: Storage of the store.
         wanted: The streams.
         records: Their records, as far as they are known. A record may be cut to an extent, and stays so.
     """
-    names = [name for name in storage.list_names("streams") if is_stream_id(name)]
-    gone = [name for name in wanted if name not in records or records[name].as_stored().id not in names]
-    if not gone:
-        return dict(records)
-    others = read_records(storage, names).values()
-    copies = {record.id: record for record in shown_records(others) if record.location is not None}
+    known = {record.as_stored().id for record in records.values()}
+    names = [name for name in storage.list_names("streams") if is_stream_id(name) and name not in known]
+    stored = read_records(storage, names).values()
+    copies = {copy.id: copy for copy in shown_records(stored) if copy.location is not None and copy.id in wanted}
     found = {
-        name: _at_place_of(copies[name], records[name]) if name in records else copies[name]
-        for name in gone
-        if name in copies
+        name: _at_place_of(copy, records[name])
+        for name, copy in copies.items()
+        if name in records and counts_over(copy, records[name])
     }
-    return {**records, **found}
+    return {**copies, **records, **found}
 
 
 def _at_place_of(copy: CommitRecord, record: CommitRecord) -> CommitRecord:
