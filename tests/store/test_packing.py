@@ -207,8 +207,7 @@ def test_a_reader_of_removed_originals_is_told_to_refresh(local: Place) -> None:
     swept(local)
     with pytest.raises(SnapshotExpiredError, match="was packed; refresh"):
         store.read_episode(0)
-    with pytest.raises(SnapshotExpiredError, match="was packed; refresh"):
-        reader.sample(4, Windows(2))
+    assert len(reader.sample(4, Windows(2))["action"]) == 4  # a reader of batches finds the packed ones itself
     with pytest.raises(SnapshotExpiredError, match="was packed; refresh"):
         len(table)
     reader.refresh()
