@@ -716,6 +716,12 @@ def test_an_unfinished_copy_is_removed_after_an_hour_unless_it_is_renewed(
     assert contents(opened(local)) == before
 
 
+def forget(place: Place) -> None:
+    """Remove everything: a listing in memory looks at all that is there."""
+    storage = real_storage(place.url, place.options)
+    storage.delete(storage.list_tree(""))
+
+
 def n_calls_of(make: Callable[[], Place]) -> int:
     place = make()
     faulty = FaultyStorage(real_storage(place.url, place.options))
@@ -749,7 +755,8 @@ def test_a_kill_or_a_failure_at_any_storage_call_changes_nothing_that_readers_se
 
     n_calls = n_calls_of(copied)
     assert n_calls > 100
-    for number in range(1, n_calls + 1, 1 if backend == "memory" else 3):
+    # To die after a call is to die before the next one, so every second call of both is every call.
+    for number in range(1, n_calls + 1, 5 if backend == "local" else 2 if kind == "dies" else 1):
         place = copied()
         plan = DieAt(number, is_after) if kind == "dies" else FailOnce(number, is_after, broken)
         faulty = FaultyStorage(real_storage(place.url, place.options), plan)
@@ -766,6 +773,7 @@ def test_a_kill_or_a_failure_at_any_storage_call_changes_nothing_that_readers_se
         assert report.is_clean, (faulty.calls[number - 1], report.problems)
         swept(place, chunk_bytes=8)
         assert contents(opened(place)) == before
+        forget(place)
 
 
 # ---- the rules and the objects ------------------------------------------------------------------
