@@ -97,7 +97,7 @@ def n_objects(layout: ArrayLayout, n_rows: int, first: int) -> int:
 
 
 class ArrayPacker:
-    """Writes one array of a stream as shards; holds one shard at a time, encoded.
+    """Writes one array of a stream as shards; holds one shard at a time, as encoded chunks and as an object.
 
     Args:
         storage: Storage of the store.
