@@ -4,7 +4,8 @@
 writers append and whose snapshots are read; `Reader` samples batches of `Windows` from it.
 
 - The live buffer: `ReplayBuffer`, `Retention`, `SamplesPerInsert`, `redistribute`, `request_checkpoint`.
-- Stores: `create`, `open`, `copy`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`, `Schema`, `Field`, `Checkpoint`.
+- Stores: `create`, `open`, `copy`, `pack`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`, `Schema`, `Field`,
+  `Checkpoint`.
 - Sampling: `Reader`, `Windows`, `Batch`, `Priorities`, `Linear`, `Hindsight`, `Mixture`, `Ring`, `BatchDataset`,
   `WindowDataset`.
 - Errors: all are a `TrajstoreError`.
@@ -46,6 +47,7 @@ from trajstore.format.handles import EpisodeKey, Handle, Handles
 from trajstore.schema import Field, Schema
 from trajstore.store.checkpoints import Checkpoint
 from trajstore.store.copying import copy
+from trajstore.store.packing import pack
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store, create, open  # noqa: A004
 from trajstore.writing.options import WriterOptions
@@ -125,6 +127,7 @@ __all__ = [
     "copy",
     "create",
     "open",
+    "pack",
     "redistribute",
     "request_checkpoint",
 ]

@@ -140,7 +140,7 @@ class ChunkCache:
                     continue
                 chunk, n_filled = divmod(old.record.rows, chunk_rows)
                 if n_filled:
-                    self.tier.drop((old.record.id, path, chunk))
+                    self.tier.drop((old.record.folder, path, chunk))
 
     def _can_map(self, path: str) -> list[bool]:
         """By source: whether pages of a field can be mapped from files."""
@@ -149,30 +149,31 @@ class ChunkCache:
         return [reader is not None and reader.can_map(f"steps/{path}") for reader in self._loader.readers]
 
     def _drop_grown_maps(self, readers: Sequence[StreamReader | None]) -> None:
-        """Unmap the objects that were replaced because their streams grew, and all of streams that are gone."""
+        """Unmap the objects that were replaced because their streams grew, were packed, or are gone."""
         for source, old in enumerate(self._loader.readers):
             new = readers[source]
-            if old is None or (new is not None and old.record.rows == new.record.rows):
+            is_same = old is not None and new is not None and old.record.folder == new.record.folder
+            if old is None or (new is not None and is_same and old.record.rows == new.record.rows):
                 continue
             for path, column in self._columns.items():
                 if chunk_rows := old.chunk_rows(f"steps/{path}"):
                     number = old.object_number(f"steps/{path}", old.record.rows // chunk_rows)
-                    first = 0 if new is None else old.first_row(f"steps/{path}", number)
+                    first = old.first_row(f"steps/{path}", number) if is_same else 0
                     column.forget_mapped(source, first, old.record.rows)
-                    self._maps.drop(old.record.id, path, number)
-            if new is None:
-                self._maps.drop_stream(old.record.id)
+                    self._maps.drop(old.record.folder, path, number)
+            if not is_same:
+                self._maps.drop_folder(old.record.folder)
 
     def _drop_evicted_maps(self, marks: Sequence[int]) -> None:
         """Unmap objects whose rows are all evicted. Their pages are forgotten already."""
         for reader, mark in zip(self._loader.readers, marks, strict=False):
-            if reader is None or self._marks.get(reader.record.id, 0) == mark:
+            if reader is None or self._marks.get(reader.record.folder, 0) == mark:
                 continue
-            self._marks[reader.record.id] = mark
+            self._marks[reader.record.folder] = mark
             for path in self._columns:
                 if chunk_rows := reader.chunk_rows(f"steps/{path}"):
                     number = reader.object_number(f"steps/{path}", mark // chunk_rows)
-                    self._maps.drop_below(reader.record.id, path, number)
+                    self._maps.drop_below(reader.record.folder, path, number)
 
     def resize(self, budget: int, host_budget: int) -> None:
         """Change the budgets; chunks that no longer fit are dropped."""

@@ -84,7 +84,7 @@ class ChunkFetcher:
         """Read encoded chunks that the compressed tier does not have, all at once."""
         keys = {}
         for reader, path, number in chunks:
-            chunk_key = (reader.record.id, path, number)
+            chunk_key = (reader.record.folder, path, number)
             is_here = self._tier.budget and chunk_key in self._tier
             if not is_here and (object_key := reader.chunk_key(f"steps/{path}", number)):
                 keys[chunk_key] = object_key
@@ -127,7 +127,7 @@ class ChunkFetcher:
             ChunkError: The chunk is damaged or missing.
         """
         reader, path, number = chunk
-        key, array = (reader.record.id, path, number), f"steps/{path}"
+        key, array = (reader.record.folder, path, number), f"steps/{path}"
         if reader.fill(array, out):
             return
         kept = self._tier.get(key) if self._tier.budget else None
@@ -154,6 +154,6 @@ class ChunkFetcher:
             data = mapped.file.view(*reader.find_chunk(array, number, mapped))
             reader.decode_chunk(array, number, data, out)
         except ChunkError:  # the file may be replaced by a good one
-            self._maps.drop(reader.record.id, path, reader.object_number(array, number))
+            self._maps.drop(reader.record.folder, path, reader.object_number(array, number))
             raise
         return data

@@ -8,7 +8,7 @@ _MAX_MAPS = 20_000  # Linux allows a process 65,530 by default
 
 
 class ObjectMaps:
-    """Mapped objects by stream, field and number. Threads may call `get`; the others with the owner's lock held."""
+    """Mapped objects by the folder of their stream, field and number. Threads may call `get`; the others with the owner's lock held."""
 
     def __init__(self) -> None:
         self._maps: dict[tuple[str, str], dict[int, MappedObject]] = {}
@@ -29,30 +29,30 @@ class ObjectMaps:
         Raises:
             ChunkError: It is missing, or its index is damaged.
         """
-        maps = self._maps.setdefault((reader.record.id, path), {})
+        maps = self._maps.setdefault((reader.record.folder, path), {})
         number = reader.object_number(f"steps/{path}", chunk)
         mapped = maps.get(number)
         if mapped is None:
             mapped = maps.setdefault(number, reader.map_object(f"steps/{path}", number))
         return mapped
 
-    def drop(self, stream: str, path: str, number: int) -> None:
+    def drop(self, folder: str, path: str, number: int) -> None:
         """Unmap one object."""
-        self._maps.get((stream, path), {}).pop(number, None)
+        self._maps.get((folder, path), {}).pop(number, None)
 
-    def drop_below(self, stream: str, path: str, number: int) -> None:
+    def drop_below(self, folder: str, path: str, number: int) -> None:
         """Unmap the objects of a field with lower numbers."""
-        for lower in [n for n in self._maps.get((stream, path), {}) if n < number]:
-            self.drop(stream, path, lower)
+        for lower in [n for n in self._maps.get((folder, path), {}) if n < number]:
+            self.drop(folder, path, lower)
 
     def drop_field(self, path: str) -> None:
         """Unmap all objects of a field."""
         for key in [key for key in self._maps if key[1] == path]:
             del self._maps[key]
 
-    def drop_stream(self, stream: str) -> None:
-        """Unmap all objects of a stream."""
-        for key in [key for key in self._maps if key[0] == stream]:
+    def drop_folder(self, folder: str) -> None:
+        """Unmap all objects of a stream in its folder."""
+        for key in [key for key in self._maps if key[0] == folder]:
             del self._maps[key]
 
     def clear(self) -> None:

@@ -17,6 +17,7 @@ from trajstore.cli.checkpoints import checkpoints, redistribute, request_checkpo
 from trajstore.cli.exit_codes import FAILED, FINE, print_error, run_command
 from trajstore.cli.import_export import add_import_and_export
 from trajstore.cli.info import info
+from trajstore.cli.pack import pack_store
 from trajstore.cli.parameters import Argument, Option, find_secrets
 from trajstore.cli.rlinf import RLINF_COMMANDS
 from trajstore.cli.sample import sample
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "info": info,
     "sample": sample,
     "verify": verify_store,
+    "pack": pack_store,
     "checkpoints": checkpoints,
     "redistribute": redistribute,
     "request-checkpoint": request_checkpoint,

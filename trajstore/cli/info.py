@@ -91,7 +91,7 @@ def _schema_facts(snapshot: Snapshot, live: Mapping[str, int], with_sizes: bool)
         facts["object_rows"] = sorted({layout.object_rows for layout in layouts})
         facts["codec"] = sorted({_codec_name(layout.codec) for layout in layouts})
         if with_sizes:
-            keys = [f"streams/{record.id}/steps/{path}" for record in holding]
+            keys = [f"{record.folder}/steps/{path}" for record in holding]
             facts["stored_bytes"] = sum(sum(snapshot.storage.tree_sizes(key).values()) for key in keys)
             facts["decoded_bytes"] = spec.row_bytes * sum(r.rows - live[r.id] for r in holding)
         fields.append(facts)
@@ -117,7 +117,7 @@ def _stream_facts(record: CommitRecord, first_row: int, snapshot: Snapshot) -> F
         "abandoned_rows": record.rows - snapshot.lineage.n_rows(record),
         "spans": record.spans,
         "commits": record.commit,
-        "state": "sealed" if record.is_sealed else "open",
+        "state": "packed" if record.location else "sealed" if record.is_sealed else "open",
         "created_at": record.created_at,
         "committed_at": record.committed_at,
         "rank": record.rank,
@@ -125,6 +125,7 @@ def _stream_facts(record: CommitRecord, first_row: int, snapshot: Snapshot) -> F
         "world": record.world,
         "checkpoint": record.checkpoint,
         "replaces": record.replaces.to_json() if record.replaces else None,
+        "packed_in": record.location,
     }
 
 

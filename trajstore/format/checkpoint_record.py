@@ -41,7 +41,7 @@ class Checkpoint:
         created_at: UNIX seconds.
         parent: Id of the checkpoint that the session continued; None for a first one.
         world: Id of the set of sessions that took it.
-        streams: The extent that it shows of each stream, by id.
+        streams: The extent that it shows of each stream, by the id that handles name.
         is_complete: Whether all of it is written.
         ancestors: Ids of the checkpoints that the parent descends from, oldest first; removed ones may be missing.
         pinned_at: UNIX seconds when writing it began; None once it is complete.
@@ -86,7 +86,10 @@ def checkpoint_to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes:
         "ancestors": list(checkpoint.ancestors),
         "world": checkpoint.world,
         "ranks": checkpoint.n_ranks,
-        "streams": {stream: _extent_to_json(extent, kinds) for stream, extent in checkpoint.streams.items()},
+        "streams": {
+            _stored_in(stream, extent): _extent_to_json(extent, kinds)
+            for stream, extent in checkpoint.streams.items()
+        },
         "kinds": kinds.known,
         "state": state,
     }
@@ -116,8 +119,13 @@ class _StreamKinds:
         return number
 
 
+def _stored_in(stream: str, extent: StreamExtent) -> str:
+    """Id of the stream whose objects hold a stream: a packed one, or the stream itself."""
+    return stream if extent.record is None else extent.record.location or stream
+
+
 def _extent_to_json(extent: StreamExtent, kinds: _StreamKinds) -> dict[str, Any]:
-    record = None if extent.record is None else extent.truncate(extent.record)
+    record = None if extent.record is None else extent.truncate(extent.record).as_stored()
     return extent.to_json() | {"record": None if record is None else _record_to_json(record, kinds)}
 
 
@@ -176,7 +184,7 @@ def _parse_checkpoint(own: Mapping[str, Any]) -> Checkpoint:
         created_at=parse_seconds(own["created_at"]),
         parent=None if own["parent"] is None else parse_id(own["parent"]),
         world=parse_optional_text(own["world"]),
-        streams={parse_id(stream): _parse_extent(stream, data, kinds) for stream, data in own["streams"].items()},
+        streams=_parse_streams(own["streams"], kinds),
         is_complete=own["complete"] is True,
         ancestors=tuple(parse_id(id_) for id_ in own["ancestors"]),
         pinned_at=None if own["pinned_at"] is None else parse_seconds(own["pinned_at"]),
@@ -185,6 +193,19 @@ def _parse_checkpoint(own: Mapping[str, Any]) -> Checkpoint:
     if checkpoint.id.rpartition("-")[0] != checkpoint.name:
         raise FormatError(f"expected the name that the id begins with, got {checkpoint.name!r:.80}")
     return checkpoint
+
+
+def _parse_streams(data: Mapping[str, Any], kinds: Sequence[CommitRecord]) -> dict[str, StreamExtent]:
+    """The extents by the id that handles name: a packed stream stands for the one that it replaces as a whole."""
+    extents = {parse_id(stream): _parse_extent(stream, extent, kinds) for stream, extent in data.items()}
+    streams: dict[str, StreamExtent] = {}
+    for stored, extent in extents.items():
+        replaces = extent.record.replaces if extent.record is not None else None
+        if extent.record is None or replaces is None or replaces.start or replaces.stream in extents:
+            streams[stored] = extent
+        else:
+            streams[replaces.stream] = replace(extent, record=extent.record.shown())
+    return streams
 
 
 def _parse_kind(data: Mapping[str, Any]) -> CommitRecord:

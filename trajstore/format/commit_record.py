@@ -205,6 +205,7 @@ class CommitRecord:
     continues: Mapping[str, StreamExtent] | None = (
         None  # what its world shows of older streams; None: it resumed none
     )
+    location: str | None = None  # the packed stream whose objects hold it; None: its own. Not stored: see `shown`
 
     @property
     def shown_as(self) -> str:
@@ -212,8 +213,28 @@ class CommitRecord:
         return self.replaces.stream if self.replaces else self.id
 
     @property
+    def folder(self) -> str:
+        """Key prefix of the objects that hold the stream."""
+        return f"streams/{self.location or self.id}"
+
+    @property
     def key(self) -> str:
-        return f"streams/{self.id}/zarr.json"
+        return f"{self.folder}/zarr.json"
+
+    def shown(self) -> CommitRecord:
+        """The record of a stream that replaces another as a whole, as the record of that other stream.
+
+        It repeats everything that the other record says, so only the place of the objects differs.
+        """
+        if self.replaces is None:
+            return self
+        return replace(self, id=self.replaces.stream, replaces=None, location=self.id)
+
+    def as_stored(self) -> CommitRecord:
+        """The inverse of `shown`: the record of the stream whose objects hold this one."""
+        if self.location is None:
+            return self
+        return replace(self, id=self.location, replaces=Replaces(self.id, 0, self.rows), location=None)
 
     def length(self, path: str) -> int:
         """Committed rows of one of the stream's arrays."""
@@ -236,6 +257,8 @@ class CommitRecord:
         return dict(sorted(nodes.items(), key=lambda node: node[0].rpartition("/")[0]))
 
     def to_bytes(self) -> bytes:
+        if self.location is not None:
+            return self.as_stored().to_bytes()
         own = {
             "format": FORMAT,
             "kind": "stream",

@@ -29,7 +29,19 @@ class Marks(Mapping[str, int]):
         their marks counts. If none decides, the stream's own mark stays.
 
         If no record has a world, the larger of a stream's own mark and the smallest mark of any session counts.
+
+        Rows of a stream that replaces a part of another are evicted with the rows that they stand for.
+
+        Args:
+            records: The records of all streams as readers show them; see `packed_streams.shown_records`.
         """
+        wanted = Marks._of_sessions(records)
+        replaced = [(record.id, record.replaces) for record in records if record.replaces is not None]
+        parts = {id_: wanted.get(part.stream, 0) - part.start for id_, part in replaced}
+        return wanted.raised(parts) if parts else wanted
+
+    @staticmethod
+    def _of_sessions(records: Sequence[CommitRecord]) -> Marks:
         own = Marks({record.id: record.first_row for record in records})
         world = newest_world(records)
         if world is None:

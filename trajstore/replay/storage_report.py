@@ -108,7 +108,7 @@ class _Reasons:
         world: str,
     ) -> None:
         self.checkpoints = existing
-        self._records = {record.id: record for record in records}
+        self._records = {record.as_stored().id: record for record in records}
         self._wanted = Marks.wanted(records)
         self._first = first
         self._shown = shown
@@ -122,6 +122,8 @@ class _Reasons:
                 n = layout.shard_rows or layout.chunk_rows
                 return self._of_rows(record, int(match[3]) * n, int(match[3]) * n + n)
         parts = key.split("/")
+        if parts[0] == "streams" and len(parts) > 2 and parts[1] not in self._records:
+            return "evicted", None  # of a stream that was packed, or of a copy that is being made
         if parts[0] == "checkpoints":
             return "checkpoint_state", None
         if parts[0] == "streams" and len(parts) > 3 and parts[-1] != "zarr.json":

@@ -36,6 +36,7 @@ class StoredBytes:
         self._storage = storage
         self._writer = writer
         self._others: dict[str, StepBytes] = {}
+        self._folders: dict[str, str] = {}  # by stream: where its objects were measured
         self._last_sizes: dict[str, int] = {}  # by folder: size of the last object that was measured
         self._measuring = threading.Lock()
 
@@ -44,6 +45,8 @@ class StoredBytes:
         with self._measuring:
             for record in snapshot.streams:
                 known = self._others.get(record.id, StepBytes())
+                if self._folders.setdefault(record.id, record.folder) != record.folder:  # it was packed
+                    known, self._folders[record.id] = StepBytes(), record.folder
                 if record.id != self._writer.stream and record.rows > known.rows:
                     known.add(self._new_objects(record, known.rows))
                     self._others = {**self._others, record.id: known}
@@ -53,7 +56,7 @@ class StoredBytes:
         arrays = []
         for path, layout in record.layouts.items():
             if path.startswith("steps/"):
-                folder = f"streams/{record.id}/{path}"
+                folder = f"{record.folder}/{path}"
                 n = layout.shard_rows or layout.chunk_rows
                 numbers = range(start // n, -(-record.rows // n))
                 sizes = self._looked_up(folder, layout, numbers) if start else self._listed(folder)

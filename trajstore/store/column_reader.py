@@ -60,7 +60,13 @@ class ColumnReader:
             values, rows, changes = (reader.read_rows(path, 0, lengths[path]) for path in state.paths(target, name))
         finally:
             # Generations alternate between two places: once the next one is published, this one may be overwritten.
-            fresh = read_records(self._storage, [reader.record.id]).get(reader.record.id)
+            place = reader.record.location or reader.record.id
+            fresh = read_records(self._storage, [place]).get(place)
+            if fresh is None:  # what was read may be incomplete
+                raise SnapshotExpiredError(
+                    f"stream '{reader.record.id}' has column '{name}' of stream '{target}', and was removed or"
+                    " packed; refresh the store"
+                )
             now = fresh.columns.get(target, {}).get(name) if fresh is not None else None
             if now is not None and now.generation > state.generation:
                 raise SnapshotExpiredError(f"column '{name}' of stream '{target}' was replaced; refresh the store")
@@ -74,8 +80,11 @@ class ColumnReader:
     def _check_rows(self, name: str, target: str, stop: int, n_rows: int) -> None:
         """Refuse rows that the stream's newest record does not have; a column may be newer than this snapshot."""
         if stop > n_rows:
-            known = read_records(self._storage, [target]).get(target)
-            if known is None or stop > known.rows:
+            place = self._records[target].location or target
+            known = read_records(self._storage, [place]).get(place)
+            if known is None:
+                raise SnapshotExpiredError(f"stream '{target}' was removed or packed; refresh the store")
+            if stop > known.rows:
                 raise CorruptionError(
                     f"column '{name}' of stream '{target}' has rows up to {stop}, the stream has fewer"
                 )

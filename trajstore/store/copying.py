@@ -112,7 +112,7 @@ def _clear(target: Storage) -> None:
 
 def _put_records(target: Storage, records: Mapping[str, CommitRecord]) -> None:
     for record in records.values():
-        prefix = f"streams/{record.id}"
+        prefix = record.folder
         nodes = {f"{prefix}/{path}/zarr.json": to_json_bytes(node) for path, node in record.nodes().items()}
         target.put_many([Put(key, lambda data=data: data) for key, data in nodes.items()])  # type: ignore[misc]
         target.put(record.key, record.to_bytes())
@@ -144,7 +144,7 @@ class _Copying:
         self._progress = progress
         self._n_bytes = 0
         self._total_bytes = 0
-        self._copied: dict[str, CommitRecord] = {}  # by stream: the record up to which it is copied
+        self._copied: dict[str, CommitRecord] = {}  # by folder of a stream: the record up to which it is copied
 
     def copy_chunks(self) -> tuple[dict[str, CommitRecord], Sequence[Checkpoint]]:
         """Copy the chunks of every stream; returns the records that name them, and checkpoints of copied rows."""
@@ -197,11 +197,17 @@ class _Copying:
         return sum(sizes[o.key] for o in existing)
 
     def _sizes(self, record: CommitRecord) -> dict[str, int]:
-        return {} if self._progress is None else self._source.tree_sizes(f"streams/{record.id}")
+        return {} if self._progress is None else self._source.tree_sizes(record.folder)
 
     def _copy_stream(self, record: CommitRecord, first: int) -> None:
-        self._copy(_objects(record, first, self._copied.get(record.id)), self._sizes(record))
-        self._copied[record.id] = record
+        self._copy(_objects(record, first, self._copied.get(record.folder)), self._sizes(record))
+        self._copied[record.folder] = record
+
+    def _drop_others(self, records: Mapping[str, CommitRecord]) -> None:
+        """Remove streams that an earlier attempt copied and that no longer exist in the source."""
+        copied = filter(is_stream_id, self._target.list_names("streams"))
+        for stream in set(copied) - {record.as_stored().id for record in records.values()}:
+            self._target.remove_tree(f"streams/{stream}")
 
     def _copy(self, objects: Iterator[_Object], sizes: Mapping[str, int]) -> None:
         while wave := list(itertools.islice(objects, _WAVE_OBJECTS)):
@@ -221,7 +227,7 @@ def _objects(record: CommitRecord, first: int, copied: CommitRecord | None) -> I
         if copied is not None and not path.startswith("columns/"):  # columns are replaced in the same places
             start = max(start, copied.length(path) // size)
         for i in range(start, -(-n_rows // size)):
-            key = f"streams/{record.id}/{path}/{layout.chunk_key(i * layout.chunks_per_shard)}"
+            key = f"{record.folder}/{path}/{layout.chunk_key(i * layout.chunks_per_shard)}"
             yield _Object(key, record.is_sealed and (i + 1) * size <= n_rows)
 
 
@@ -240,17 +246,27 @@ class _CheckpointCopying(_Copying):
         self._checkpoint = checkpoint
 
     def copy_chunks(self) -> tuple[dict[str, CommitRecord], Sequence[Checkpoint]]:
-        streams = Snapshot.at(self._source, self._schema, self._checkpoint).streams
-        records = {record.id: record for record in streams}
-        first = {record.id: record.first_row for record in streams}
+        snapshot = Snapshot.at(self._source, self._schema, self._checkpoint)
+        while not self._copy_streams(snapshot):
+            snapshot = snapshot.relocated()
+        records = {record.id: record for record in snapshot.streams}
+        self._drop_others(records)
+        return records, [self._checkpoint]
+
+    def _copy_streams(self, snapshot: Snapshot) -> bool:
+        """Copy the streams of a snapshot; returns False if some of them were packed during the copy."""
+        records = {record.id: record for record in snapshot.streams}
+        first = {record.id: record.first_row for record in snapshot.streams}
         self._measure(records, first, [self._checkpoint])
         try:
             for record in records.values():
                 self._copy_stream(record, first[record.id])
         except FileNotFoundError as error:
+            if snapshot.relocated() is not snapshot:
+                return False
             self._drop(self._checkpoint, error)
             raise self._removed() from error
-        return records, [self._checkpoint]
+        return True
 
     def copy_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
         super().copy_checkpoints(checkpoints)
@@ -276,7 +292,7 @@ class _StoreCopying(_Copying):
                 for record in records.values():
                     self._copy_stream(record, first[record.id])
             except FileNotFoundError as error:
-                self._check_eviction(first, error)
+                self._check_eviction(records, first, error)
             else:
                 if not _are_columns_replaced(records, self._read_records()):
                     self._drop_others(records)
@@ -288,22 +304,20 @@ class _StoreCopying(_Copying):
     def _read_records(self) -> dict[str, CommitRecord]:
         return {record.id: record for record in Snapshot.load(self._source, self._schema).streams}
 
-    def _check_eviction(self, first: Mapping[str, int], error: FileNotFoundError) -> None:
-        """Return if rows were evicted or removed during the copy.
+    def _check_eviction(
+        self, records: Mapping[str, CommitRecord], first: Mapping[str, int], error: FileNotFoundError
+    ) -> None:
+        """Return if rows were evicted, removed or packed during the copy.
 
         Raises:
             CorruptionError: Nothing was evicted, so the missing object is lost.
         """
         checkpoints = list_checkpoints(self._source)
-        now = _wanted_rows(self._read_records(), checkpoints)
-        if all(now.get(stream, row + 1) <= row for stream, row in first.items()):
+        newest = self._read_records()
+        now = _wanted_rows(newest, checkpoints)
+        is_packed = any(newest[id_].folder != r.folder for id_, r in records.items() if id_ in newest)
+        if not is_packed and all(now.get(stream, row + 1) <= row for stream, row in first.items()):
             raise CorruptionError(f"{self._source.display}: an object is missing: {error}") from error
-
-    def _drop_others(self, records: Mapping[str, CommitRecord]) -> None:
-        """Remove streams that an earlier attempt copied and that no longer exist in the source."""
-        copied = filter(is_stream_id, self._target.list_names("streams"))
-        for stream in set(copied) - records.keys():
-            self._target.remove_tree(f"streams/{stream}")
 
 
 def _wanted_rows(records: Mapping[str, CommitRecord], checkpoints: Sequence[Checkpoint]) -> Marks:
@@ -316,6 +330,8 @@ def _wanted_rows(records: Mapping[str, CommitRecord], checkpoints: Sequence[Chec
 
 def _with_columns_of(older: CommitRecord | None, record: CommitRecord) -> CommitRecord:
     """A record with the derived columns of an older record of its stream; without columns if that is None."""
+    if record.location is not None:  # it is packed, and its columns do not change
+        return record
     columns = {} if older is None else {p: a for p, a in older.layouts.items() if p.startswith("columns/")}
     others = {path: a for path, a in record.layouts.items() if not path.startswith("columns/")}
     return replace(record, columns=older.columns if older else {}, layouts={**others, **columns})

@@ -6,6 +6,7 @@ import logging
 import operator
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,13 @@ from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.lineage import Lineage
 from trajstore.format.marks import Marks, newest_world
+from trajstore.format.packed_streams import (
+    PENDING_S,
+    replaced_copies,
+    shown_records,
+    unfinished,
+    unfinished_copies,
+)
 from trajstore.storage import Storage
 from trajstore.store import checkpoints
 from trajstore.store.snapshot import Snapshot
@@ -35,7 +43,8 @@ class GarbageCollector:
     finish with an older snapshot, it reads the records again, then the checkpoints, and deletes the chunks whose
     rows all lie below the wanted rows and below the pinned rows. So a checkpoint that is put, and for which
     `check_pins` then finds that no mark has passed it, keeps its rows. A crash at any point leaves chunks that
-    readers ignore; the garbage collector of a later session deletes them.
+    readers ignore; the garbage collector of a later session deletes them. Streams that packed ones have replaced
+    for the grace time are removed as well: the packed ones have all rows that any session or checkpoint needs.
 
     All methods but `want` may wait for the storage. A failure in the background is logged, raised once by
     `raise_pending` or `close`, and repaired by the next sweep, which follows without being requested. Thread-safe;
@@ -46,7 +55,7 @@ class GarbageCollector:
         writer: The session's writer, which publishes the marks. Close it after the garbage collector.
         grace_s: Seconds between publishing a mark and deleting the chunks below it.
         pins: Returns, by stream id, the smallest row that any checkpoint needs, for every stream that one lists.
-        records: Returns the newest commit record of every stream, read from the storage at each call.
+        records: Returns the newest commit record of every stored stream, read from the storage at each call.
     """
 
     def __init__(
@@ -84,7 +93,7 @@ class GarbageCollector:
             writer,
             grace_s=grace_s,
             pins=lambda: checkpoints.pins(storage),
-            records=lambda: Snapshot.load(storage, writer.schema).streams,
+            records=lambda: Snapshot.load(storage, writer.schema).stored,
         )
 
     def want(self, marks: Mapping[str, int]) -> None:
@@ -186,19 +195,31 @@ class GarbageCollector:
         with self._condition:
             self._is_due = False
         self.publish()
-        # Marks that others publish from here on get their grace time before a later sweep.
-        aged = Marks.wanted(self._records()) if self._grace_s > 0 else None
+        # Marks and packed streams that others publish from here on get their grace time before a later sweep.
+        aged = self._stored() if self._grace_s > 0 else None
         if self._closing.wait(self._grace_s) if self._grace_s > 0 else self._closing.is_set():
             raise ClosedError("the garbage collector was closed before it could delete anything")
-        records = sorted(self._records(), key=lambda record: (record.created_at, record.id))
-        marks = Marks.wanted(records)
+        stored = self._stored()
+        records = sorted(shown_records(stored), key=lambda record: (record.created_at, record.id))
+        marks, replaced = Marks.wanted(records), replaced_copies(stored)
         if aged is not None:
-            marks = marks.lowered({stream: aged.get(stream, 0) for stream in marks})
+            wanted = Marks.wanted(shown_records(aged))
+            marks = marks.lowered({stream: wanted.get(stream, 0) for stream in marks})
+            replaced &= replaced_copies(aged)
         # Read checkpoints last: one that is put later reads the marks again, and finds the marks used here.
-        self._delete(records, marks, self._pins())
+        pins = self._pins()
+        unused = replaced | unfinished_copies(stored)
+        for record in stored:
+            if record.id in unused and record.id != self._writer.stream:
+                remove_copy(self._storage, record)
+                self._count("n_streams_removed", 1)
+        self._delete(records, marks, pins)
         with self._condition:
             self._counts["n_sweeps"] += 1
             self._failure = None  # repaired before it was raised; the log has it
+
+    def _stored(self) -> list[CommitRecord]:
+        return [record.as_stored() for record in self._records()]
 
     def _publish(self) -> None:
         own = self._writer.stream
@@ -224,7 +245,7 @@ class GarbageCollector:
             is_finished = record.is_sealed or record.id in dead
             is_evicted = 0 < record.rows <= marks[record.id] and record.id not in pins
             if is_finished and is_evicted and record.id != self._writer.stream and not _is_needed(record, kept):
-                self._remove(record.id)
+                self._remove(record.as_stored().id)
                 kept.remove(record)
             else:
                 limit = min(marks[record.id], record.rows)
@@ -241,7 +262,8 @@ class GarbageCollector:
         """Delete the step objects of a stream whose rows all lie below ``limit``."""
         for path, layout in record.layouts.items():
             if path.startswith("steps/"):
-                self._free_column(record.id, path, layout, limit // (layout.shard_rows or layout.chunk_rows))
+                stop = limit // (layout.shard_rows or layout.chunk_rows)
+                self._free_column(record.as_stored().id, path, layout, stop)
 
     def _free_column(self, stream: str, path: str, layout: ArrayLayout, stop: int) -> None:
         start = self._freed.get((stream, path), 0 if stream == self._writer.stream else None)
@@ -263,6 +285,18 @@ class GarbageCollector:
             self._counts[name] += n
 
 
+def remove_copy(storage: Storage, record: CommitRecord) -> None:
+    """Remove a stored stream that readers do not use, because a packed one replaces it or it is not complete.
+
+    The record of a packed stream is first replaced by that of an unfinished one: if the removal is interrupted,
+    the next one finds it.
+    """
+    if record.replaces is not None:
+        storage.put(record.key, unfinished(record, time.time() - 2 * PENDING_S).to_bytes())
+        storage.delete([key for key in storage.list_tree(record.folder) if key != record.key])
+    remove_stream(storage, record.id)
+
+
 def check_pins(wanted: Mapping[str, int], records: Sequence[CommitRecord]) -> None:
     """Check that no mark has passed the rows of a checkpoint.
 
@@ -276,7 +310,7 @@ def check_pins(wanted: Mapping[str, int], records: Sequence[CommitRecord]) -> No
         SnapshotExpiredError: A mark has passed one of these rows, or a stream was removed. Rows below a mark may be
             deleted at any time, so the checkpoint must be withdrawn.
     """
-    live = Marks.wanted(records)
+    live = Marks.wanted(shown_records(records))
     for stream, row in wanted.items():
         if stream not in live:
             raise SnapshotExpiredError(f"stream '{stream}' was removed; take the checkpoint again")

@@ -17,6 +17,7 @@ from trajstore.format.handles import EpisodeKey
 from trajstore.format.ids import is_stream_id
 from trajstore.format.lineage import Lineage
 from trajstore.format.marks import Marks
+from trajstore.format.packed_streams import counts_over, shown_records
 from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
@@ -66,18 +67,21 @@ class Snapshot:
         schema: Schema | None,
         streams: Mapping[str, _Stream],
         lineage: Lineage | None = None,
+        stored: Mapping[str, CommitRecord] | None = None,
     ) -> None:
         self._storage = storage
         self._schema = schema
         self._streams = dict(streams)
         self._lineage = lineage  # None: that of the newest session
+        self._stored = stored  # by id, every record that was read; None: those of the streams
         self._pins: dict[str, str] = {}  # by stream: id of the checkpoint that pins its rows
 
     @staticmethod
     def at(storage: Storage, schema: Schema | None, checkpoint: Checkpoint) -> Snapshot:
         """The view of a checkpoint: each of its streams up to its extent, with open episodes shown as cut.
 
-        Reads, in one wave, the records of the streams that were still open when the checkpoint was taken.
+        Lists the streams, and reads the records of those that were still open when the checkpoint was taken or were
+        created later. Streams that were packed since are read from the packed copies.
 
         Raises:
             CorruptionError: A stream is missing, or has fewer rows than the checkpoint lists.
@@ -86,6 +90,7 @@ class Snapshot:
         extents = checkpoint.streams
         records = {name: extent.record for name, extent in extents.items() if extent.record is not None}
         records |= read_records(storage, [name for name in extents if name not in records])
+        records = _with_packed_copies(storage, extents, records)
         if missing := [name for name in extents if name not in records]:
             raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
         try:
@@ -115,25 +120,29 @@ class Snapshot:
 
         Costs one listing, and one wave of reads of the records that may have changed since ``before``.
         """
+        known = {record.id: record for record in before.stored} if before else {}
         old = before._streams if before else {}
-        names = [name for name in storage.list_names("streams") if is_stream_id(name)]
-        dead = {stream for s in old.values() for stream in s.record.view.dead}
-        may_have_changed = [n for n in names if n not in old or not (old[n].record.is_sealed or n in dead)]
-        records = read_records(storage, may_have_changed)
+        stored = _load_records(storage, known)
         streams: dict[str, _Stream] = {}
-        for name in names:
-            record = records.get(name)
-            if record is None:
-                if name in old and name not in may_have_changed:
-                    streams[name] = old[name]
-            elif name not in old:
+        for record in shown_records(stored.values()):
+            name, place = record.id, record.location or record.id
+            if name not in old:
                 streams[name] = _Stream(StreamReader(storage, record, schema))
-            else:  # a backend may return an older record; a snapshot never goes back in time
-                is_newer = record.commit >= old[name].record.commit
-                streams[name] = old[name].advanced(record) if is_newer else old[name]
-        return Snapshot._from_streams(
-            storage, schema, streams, [s for name, s in streams.items() if name not in old]
-        )
+            elif old[name].record.folder == record.folder and stored[place] is known.get(place):
+                streams[name] = old[name]
+            else:
+                streams[name] = old[name].advanced(record)
+        new = [s for name, s in streams.items() if name not in old]
+        snapshot = Snapshot._from_streams(storage, schema, streams, new)
+        snapshot._stored = stored
+        return snapshot
+
+    @property
+    def stored(self) -> tuple[CommitRecord, ...]:
+        """The record of every stored stream, also of originals that were packed and of unfinished copies."""
+        if self._stored is None:
+            return tuple(record.as_stored() for record in self.streams)
+        return tuple(self._stored.values())
 
     def advanced(self, record: CommitRecord) -> Snapshot:
         """This view with one stream advanced to a record; reads nothing.
@@ -150,8 +159,16 @@ class Snapshot:
         return snapshot
 
     def joined(self, other: Snapshot, world: str) -> Snapshot:
-        """This view plus the streams of one world from another view."""
+        """This view plus the streams of one world from another view.
+
+        Streams that the other view reads from other objects, because they were packed, are read from there.
+        """
         more = {name: s for name, s in other._streams.items() if s.record.world == world}
+        more |= {
+            name: s.advanced(_at_place_of(other._streams[name].record, s.record))
+            for name, s in self._streams.items()
+            if name not in more and name in other._streams and other._streams[name].record.folder != s.record.folder
+        }
         snapshot = Snapshot(self._storage, self._schema or other.schema, {**self._streams, **more}, self.lineage)
         snapshot._pins = self._pins
         return snapshot
@@ -204,13 +221,14 @@ class Snapshot:
 
     def __getstate__(self) -> dict[str, Any]:
         # The other process gets the same records, and reads the span tables itself.
-        records = {name: stream.record.to_bytes() for name, stream in self._streams.items()}
+        records = {s.record.as_stored().id: s.record.to_bytes() for s in self._streams.values()}
         return {
             "storage": self._storage,
             "records": records,
             "schema": self._schema and self._schema.to_json(),
             "pins": self._pins,
             "lineage": self._lineage,
+            "packed": {s.record.location for s in self._streams.values() if s.record.location is not None},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -219,10 +237,10 @@ class Snapshot:
         self._schema = Schema.from_json(state["schema"]) if state["schema"] else None
         self._pins = state["pins"]
         self._lineage = state["lineage"]
-        self._streams = {
-            name: _Stream(StreamReader(storage, CommitRecord.from_bytes(data, name, storage.display), self._schema))
-            for name, data in state["records"].items()
-        }
+        self._stored = None
+        stored = [CommitRecord.from_bytes(data, name, storage.display) for name, data in state["records"].items()]
+        records = [record.shown() if record.id in state["packed"] else record for record in stored]
+        self._streams = {r.id: _Stream(StreamReader(storage, r, self._schema)) for r in records}
 
     @property
     def schema(self) -> Schema | None:
@@ -451,16 +469,40 @@ class Snapshot:
             raise self.reason(missing, row) from missing
 
     def reason(self, missing: MissingChunkError, row: int) -> SnapshotExpiredError | CorruptionError:
-        """The error for a missing chunk that holds this row: evicted or lost, according to the newest records."""
-        if self._is_pinned(missing.stream):
+        """The error for a missing chunk that holds this row.
+
+        It was evicted, packed or lost, according to the newest records.
+        """
+        fresh, is_pinned = Snapshot.load(self._storage, self._schema), self._is_pinned(missing.stream)
+        if self._is_moved(missing.stream, fresh, is_pinned=is_pinned):
+            return SnapshotExpiredError(f"stream '{missing.stream}' was packed; refresh the store")
+        if is_pinned:
             return CorruptionError(str(missing))
-        fresh = Snapshot.load(self._storage, self._schema)
         first = Marks.wanted(fresh.streams).get(missing.stream, 0)
         if missing.stream not in fresh._streams or first > row:
             return SnapshotExpiredError(
                 f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"
             )
         return CorruptionError(str(missing))
+
+    def _is_moved(self, stream: str, fresh: Snapshot, *, is_pinned: bool) -> bool:
+        """Whether other objects hold a stream now, and those that this snapshot reads are gone or may be."""
+        if stream not in self._streams or stream not in fresh._streams:
+            return False
+        record = self._streams[stream].record
+        is_gone = record.as_stored().id not in (stored.id for stored in fresh.stored)
+        return is_gone or (not is_pinned and record.folder != fresh._streams[stream].record.folder)
+
+    def relocated(self) -> Snapshot:
+        """This view, with streams that were packed since read from the packed objects."""
+        records = {name: s.record for name, s in self._streams.items()}
+        found = _with_packed_copies(self._storage, records, records)
+        streams = {n: s if found[n] is s.record else s.advanced(found[n]) for n, s in self._streams.items()}
+        if all(streams[name] is stream for name, stream in self._streams.items()):
+            return self
+        snapshot = Snapshot(self._storage, self._schema, streams, self._lineage)
+        snapshot._pins = self._pins
+        return snapshot
 
     def _is_pinned(self, stream: str) -> bool:
         """Whether the checkpoint that this snapshot shows still exists, and so pins its rows of the stream."""
@@ -474,6 +516,49 @@ class Snapshot:
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self._storage.display}: {len(self._streams)} streams, {self.n_rows} rows>"
+
+
+def _load_records(storage: Storage, known: Mapping[str, CommitRecord]) -> dict[str, CommitRecord]:
+    """The newest record of every stored stream, where ``known`` may be out of date."""
+    names = [name for name in storage.list_names("streams") if is_stream_id(name)]
+    dead = {stream for record in known.values() for stream in record.view.dead}
+    may_have_changed = [n for n in names if n not in known or not (known[n].is_sealed or n in dead)]
+    fresh = read_records(storage, may_have_changed)
+    stored: dict[str, CommitRecord] = {name: known[name] for name in names if name not in may_have_changed}
+    for name, record in fresh.items():  # a backend may return an older record; a snapshot never goes back in time
+        is_older = name in known and record.commit < known[name].commit
+        stored[name] = known[name] if is_older else record
+    return stored
+
+
+def _with_packed_copies(
+    storage: Storage, wanted: Collection[str], records: Mapping[str, CommitRecord]
+) -> dict[str, CommitRecord]:
+    """The records of streams; those that were packed since name the packed objects: the others may be gone.
+
+    Lists the streams, and reads the records of those that are not among ``records``.
+
+    Args:
+        storage: Storage of the store.
+        wanted: The streams.
+        records: Their records, as far as they are known. A record may be cut to an extent, and stays so.
+    """
+    known = {record.as_stored().id for record in records.values()}
+    names = [name for name in storage.list_names("streams") if is_stream_id(name) and name not in known]
+    stored = read_records(storage, names).values()
+    copies = {copy.id: copy for copy in shown_records(stored) if copy.location is not None and copy.id in wanted}
+    found = {
+        name: _at_place_of(copy, records[name])
+        for name, copy in copies.items()
+        if name in records and counts_over(copy, records[name])
+    }
+    return {**copies, **records, **found}
+
+
+def _at_place_of(copy: CommitRecord, record: CommitRecord) -> CommitRecord:
+    """A record whose arrays are those of another copy of the stream."""
+    layouts = {path: layout for path, layout in copy.layouts.items() if path in record.layouts}
+    return replace(record, location=copy.location, layouts=layouts)
 
 
 def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:

@@ -112,8 +112,11 @@ class Store:
     def refresh(self) -> Snapshot:
         """Make commits since the last refresh visible. Cost is proportional to the new data.
 
-        A store that was opened at a checkpoint keeps showing that checkpoint.
+        A store that was opened at a checkpoint keeps showing that checkpoint. If streams of it were packed and the
+        originals removed, it reads the packed ones from now on.
         """
+        if self._at is not None:
+            self._snapshot = self._snapshot.relocated()
         while self._at is None:
             before = self._snapshot
             fresh = Snapshot.load(self._storage, before.schema or self._known_schema(), before)

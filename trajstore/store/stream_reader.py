@@ -67,9 +67,10 @@ class StreamReader:
         self._shard_indexes: dict[tuple[str, int], tuple[Array, int]] = {}
 
     def advanced(self, record: CommitRecord) -> StreamReader:
-        """A reader for a newer record of the same stream; shares the cached shard indexes."""
+        """A reader for a newer record of the same stream; shares the cached shard indexes of the same objects."""
         reader = StreamReader(self._storage, record)
-        reader._shard_indexes = self._shard_indexes
+        if record.folder == self.record.folder:
+            reader._shard_indexes = self._shard_indexes
         reader._fill_rows = self._fill_rows
         return reader
 
@@ -135,13 +136,13 @@ class StreamReader:
     ) -> Array:
         """The same for a sharded array: one request for a shard, or few."""
         first, end = start // layout.chunk_rows, -(-stop // layout.chunk_rows)
-        known = recent.get((self.record.id, path, first))
+        known = recent.get((self.record.folder, path, first))
         if known is not None and end == first + 1:
             return known[start - first * layout.chunk_rows : stop - first * layout.chunk_rows].copy()
         parts = list(pieces(layout, first + (known is not None), end))
         chunks = self._read_piece(path, layout, last := parts.pop())
         tail = self._decode_new(path, layout, end - 1, chunks.pop())  # before memory is allocated, as above
-        recent.put((self.record.id, path, end - 1), tail)
+        recent.put((self.record.folder, path, end - 1), tail)
         out = np.empty((stop - start, *layout.row_shape), layout.dtype)
         _copy_chunk(layout, end - 1, tail, out, start)
         if known is not None:
@@ -171,7 +172,7 @@ class StreamReader:
 
     def _read_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
         """The encoded chunks of a piece."""
-        key, last = f"streams/{self.record.id}/{path}/{layout.chunk_key(piece.start)}", piece.stop - 1
+        key, last = f"{self.record.folder}/{path}/{layout.chunk_key(piece.start)}", piece.stop - 1
         try:
             with self._named(path, layout, piece.start):
                 chunks = piece.read(self._storage, key, layout, lambda: self._shard_index(path, layout, last)[0])
@@ -195,7 +196,7 @@ class StreamReader:
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
             if layout.shard_rows is None:
-                return self._storage.get_into(f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}", buffer)
+                return self._storage.get_into(f"{self.record.folder}/{path}/{layout.chunk_key(index)}", buffer)
             return memoryview(self._chunk_bytes(path, layout, index))
 
     def chunk_key(self, path: str, index: int) -> str | None:
@@ -203,7 +204,7 @@ class StreamReader:
         layout = self.record.layouts.get(path)
         if layout is None or layout.shard_rows is not None:
             return None
-        return f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+        return f"{self.record.folder}/{path}/{layout.chunk_key(index)}"
 
     def can_map(self, path: str) -> bool:
         """Whether chunks of an array can be mapped with `map_object`: they are raw, in files of this machine."""
@@ -229,7 +230,7 @@ class StreamReader:
         layout = self.record.layouts[path]
         first = number * layout.chunks_per_shard
         with self._named(path, layout, first):
-            file = self._storage.map_object(f"streams/{self.record.id}/{path}/{layout.chunk_key(first)}")
+            file = self._storage.map_object(f"{self.record.folder}/{path}/{layout.chunk_key(first)}")
             if layout.shard_rows is None:
                 return MappedObject(file, np.array([[0, len(file.data)]], np.uint64))
             n_bytes = layout.shard_index_bytes
@@ -261,7 +262,7 @@ class StreamReader:
             layout.decode(data, out)
 
     def _load(self, path: str, layout: ArrayLayout, index: int, recent: RecentChunks) -> Array:
-        key = (self.record.id, path, index)
+        key = (self.record.folder, path, index)
         if (known := recent.get(key)) is not None:
             return known
         with self._named(path, layout, index):
@@ -288,7 +289,7 @@ class StreamReader:
             raise ChunkError(f"{name}: {error}", self.record.id, *rows) from error
 
     def _chunk_bytes(self, path: str, layout: ArrayLayout, index: int) -> bytes:
-        key = f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+        key = f"{self.record.folder}/{path}/{layout.chunk_key(index)}"
         if layout.shard_rows is None:
             return self._storage.get(key)
         place, is_final = self._place_in_shard(path, layout, index)
@@ -317,7 +318,7 @@ class StreamReader:
         shard = index // layout.chunks_per_shard
         known, stop = self._shard_indexes.get((path, shard)), (index + 1) * layout.chunk_rows
         if is_fresh or known is None or known[1] < min(stop, self.record.length(path)):
-            key = f"streams/{self.record.id}/{path}/{layout.chunk_key(index)}"
+            key = f"{self.record.folder}/{path}/{layout.chunk_key(index)}"
             start = 0 if layout.index_at_start else self._storage.size(key) - layout.shard_index_bytes
             data = self._storage.get_range(key, max(0, start), max(0, start) + layout.shard_index_bytes)
             known = self._shard_indexes[path, shard] = layout.decode_shard_index(data), self.record.length(path)

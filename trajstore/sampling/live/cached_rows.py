@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from trajstore.cache.chunk_cache import ChunkCache
 from trajstore.cache.row_request import RowRequest
-from trajstore.errors import ClosedError, CorruptionError, NotReadyError
+from trajstore.errors import ClosedError, CorruptionError, NotReadyError, SnapshotExpiredError
 from trajstore.sampling.index.episode_tensors import EpisodeTensors
 from trajstore.schema import Array, Schema
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.stream_reader import ChunkError, MissingChunkError
+
+T = TypeVar("T")
 
 _MAX_LISTED = 5  # episodes that an error names
 
@@ -58,6 +60,7 @@ class CachedRows:
         self._kernels = kernels
         self._has_writer = has_writer
         self._cache: ChunkCache | None = None
+        self._sources: tuple[Sequence[int], int] = ((), -1)  # the arguments of the last `set_sources`
         self._last_event: Any = None  # on a GPU, the event after the last work on the cache
 
     @property
@@ -104,6 +107,7 @@ class CachedRows:
         Pages of the source ``written`` are kept: `ChunkCache.move_live` adds their new rows.
         """
         assert self._cache is not None
+        self._sources = marks, written
         readers = {reader.record.id: reader for reader in self.snapshot.readers}
         with self.access():
             self._cache.set_sources([readers.get(name) for name in self._index.numbers], marks, written)
@@ -136,18 +140,34 @@ class CachedRows:
 
     def gather(self, wanted: Mapping[str, RowRequest], outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Read rows by output key, into ``outs`` where it has the key."""
-        with self.access():
-            return self.cache.gather(wanted, outs)
+        return self._read(lambda: self.cache.gather(wanted, outs))
 
     def pin(self, wanted: Iterable[RowRequest]) -> None:
         """Keep the chunks of rows in the cache."""
-        with self.access():
-            self.cache.pin(wanted)
+        requests = list(wanted)
+        self._read(lambda: self.cache.pin(requests))
 
     def load(self, wanted: Iterable[RowRequest]) -> None:
         """Read the chunks of rows ahead of time."""
+        requests = list(wanted)
+        self._read(lambda: self.cache.load(requests))
+
+    def _read(self, read: Callable[[], T]) -> T:
+        """Read through the cache; if a stream was packed and its original is gone, read it from the packed one.
+
+        Packing moves no row, so the index, and what was drawn from it, stay as they are.
+        """
+        try:
+            with self.access():
+                return read()
+        except SnapshotExpiredError:
+            moved = self.snapshot.relocated()
+            if moved is self.snapshot:
+                raise
+        self.snapshot = moved
+        self.set_sources(*self._sources)
         with self.access():
-            self.cache.load(wanted)
+            return read()
 
     def _explained(self, error: ChunkError) -> Exception:
         """The error to raise instead: one that names the affected episodes, or says that the rows were evicted."""

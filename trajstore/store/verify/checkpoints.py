@@ -8,8 +8,9 @@ from typing import Any
 from trajstore.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.checkpoint_record import Checkpoint, parse_checkpoint
-from trajstore.format.commit_record import CommitRecord
+from trajstore.format.commit_record import CommitRecord, StreamExtent
 from trajstore.format.ids import is_stream_id
+from trajstore.format.packed_streams import shown_records
 from trajstore.store.checkpoints import parts_of, place_of, read_state
 from trajstore.store.verify.chunks import chunk_faults, chunk_problems
 from trajstore.store.verify.inspection import CheckedArray, Inspection, by_creation
@@ -55,18 +56,32 @@ def records_shown(inspection: Inspection, checkpoint: Checkpoint) -> dict[str, C
     """The records of a checkpoint's streams, cut to its extents; reports streams that do not fit them."""
     records: dict[str, CommitRecord] = {}
     for stream, extent in checkpoint.streams.items():
-        newest = inspection.records.get(stream) or inspection.record_or_fault(stream)
+        newest = _newest_record(inspection, stream, extent)
         where = f"checkpoint '{checkpoint.id}', stream '{stream}'"
         if isinstance(newest, str):
             inspection.problem(where, f"its commit record: {newest}")
             continue
         try:
-            records[stream] = extent.truncate(newest)
-            if extent.record is not None and extent.record.layouts != records[stream].layouts:
+            shown = extent.truncate(newest)
+            records[shown.as_stored().id] = shown.as_stored()
+            is_same_copy = extent.record is not None and extent.record.folder == shown.folder
+            if is_same_copy and extent.record is not None and extent.record.layouts != shown.layouts:
                 inspection.problem(where, "its copy of the commit record describes other arrays")
         except CorruptionError as error:
             inspection.problem(where, without_subject(error, f"stream '{stream}'"))
     return by_creation(records)
+
+
+def _newest_record(inspection: Inspection, stream: str, extent: StreamExtent) -> CommitRecord | str:
+    """The record of the stored stream that an extent names, or of the copy that replaced it; or its fault."""
+    place = stream if extent.record is None else extent.record.as_stored().id
+    found = inspection.records.get(place) or inspection.record_or_fault(place)
+    if isinstance(found, CommitRecord):
+        return found if place == stream else found.shown()
+    names = [name for name in inspection.storage.list_names("streams") if is_stream_id(name)]
+    others = inspection.storage.map(inspection.record_or_fault, names)
+    copies = shown_records(other for other in others if isinstance(other, CommitRecord))
+    return next((copy for copy in copies if copy.id == stream and copy.location), found)
 
 
 def check_states(inspection: Inspection) -> None:

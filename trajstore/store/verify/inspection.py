@@ -10,6 +10,7 @@ from trajstore.format.array_layout import ArrayLayout
 from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.marks import Marks
+from trajstore.format.packed_streams import shown_records, stream_of
 from trajstore.schema import Array
 from trajstore.storage import Storage
 from trajstore.store.stream_reader import StreamReader
@@ -84,11 +85,12 @@ class Inspection:
             return without_subject(error, f"{self.storage.display}/streams/{stream}")
 
     def wanted_rows(self, records: Iterable[CommitRecord]) -> Marks:
-        """The first row of each stream that is live or pinned by a checkpoint."""
-        wanted = Marks.wanted(list(records))
+        """The first row of each stored stream that is live or pinned by a checkpoint."""
+        stored = {record.id: record for record in records}
+        wanted = Marks.wanted(shown_records(stored.values()))
         for checkpoint in self.checkpoints:
             wanted = wanted.lowered(Marks.pinned_by(checkpoint))
-        return wanted
+        return Marks({id_: wanted.get(stream_of(record, stored), 0) for id_, record in stored.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 from trajstore.errors import FormatError, StoreNotFoundError
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.ids import is_stream_id
+from trajstore.format.packed_streams import is_being_packed, shown_records
 from trajstore.format.zarr_json import FORMAT, parse_json, trajstore_attributes
 from trajstore.schema import Schema
 from trajstore.store.schema_objects import parse_schema, schema_key
@@ -82,7 +83,10 @@ def _check_node(inspection: Inspection, key: str, fault: Callable[[dict[str, Any
 
 
 def read_records(inspection: Inspection) -> dict[str, CommitRecord]:
-    """Read the commit records of all streams, oldest first, and report those that are damaged or missing."""
+    """Read the commit records of all streams, oldest first, and report those that are damaged or missing.
+
+    Streams that packed ones replace, and packed ones that are not complete, are noted and left out.
+    """
     storage = inspection.storage
     names = storage.list_names("streams")
     streams = [name for name in names if is_stream_id(name)]
@@ -91,14 +95,28 @@ def read_records(inspection: Inspection) -> dict[str, CommitRecord]:
     found = dict(zip(streams, storage.map(inspection.record_or_fault, streams), strict=True))
     records = {name: record for name, record in found.items() if isinstance(record, CommitRecord)}
     marks = {stream: row for r in records.values() for stream, row in r.view.first_rows.items()}
+    packed = {r.replaces.stream for r in records.values() if r.replaces is not None}
     for name, fault in found.items():
         where = f"stream '{name}', commit record"
         if fault == NO_RECORD and name in marks:
             inspection.note(where, f"missing; its rows below {marks[name]} are evicted, so it was being removed")
+        elif fault == NO_RECORD and name in packed:
+            inspection.note(where, "missing; the stream was packed, so the original was being removed")
         elif isinstance(fault, str):
             inspection.problem(where, fault)
-    inspection.report.counts["streams"] = len(streams)
-    return by_creation(records)
+    shown = _without_other_copies(inspection, records)
+    inspection.report.counts["streams"] = len(streams) - len(records) + len(shown)
+    return by_creation(shown)
+
+
+def _without_other_copies(inspection: Inspection, records: dict[str, CommitRecord]) -> dict[str, CommitRecord]:
+    """The streams that readers use; of a stream that was packed, only the copy that counts."""
+    used = {record.as_stored().id for record in shown_records(records.values())}
+    for id_ in records.keys() - used:
+        is_unfinished = is_being_packed(records[id_])
+        what = "a packed copy that is not complete" if is_unfinished else "replaced by a packed copy"
+        inspection.note(f"stream '{id_}'", f"{what}; readers ignore it, and it will be removed")
+    return {id_: records[id_] for id_ in records if id_ in used}
 
 
 def check_schemas(inspection: Inspection) -> None:
