@@ -27,7 +27,7 @@ LOCK_ORDER = (
         *("CheckpointRequests._condition", "StoreNotes._lock", "ChunkFetcher._counting", "Drawing._counting"),
     ),
     ("Storage._lock",),
-    ("BackgroundPool._lock", "_Registry._lock"),
+    ("BackgroundPool._lock", "WrittenFiles._lock", "_Registry._lock"),
 )
 _LEVELS = {name: level for level, names in enumerate(LOCK_ORDER) for name in names}
 _COMMIT_THREAD = "trajstore-commit"
