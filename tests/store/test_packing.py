@@ -613,6 +613,7 @@ def test_the_command_packs_and_says_so(local: Place) -> None:
     assert done.exit_code == 0, done.output
     assert [one["stream"] for one in json.loads(done.output)["packed"]] == [stream]
     assert opened(local).streams[0].layouts["steps/reward"].codec == Codec("none")
+    assert "1 original of packed streams not removed yet" in run(app(), ["info", local.url]).output
     swept_ = run(app(), ["pack", local.url, "--wait", "--grace-s", "0", "--stream", stream])
     assert swept_.exit_code == 0, swept_.output
     assert "removed" in swept_.output.lower()
