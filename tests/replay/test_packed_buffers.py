@@ -149,6 +149,8 @@ def test_a_resumed_buffer_moves_to_streams_that_are_packed_later(url: str) -> No
     fill(again, 10)
     pack_in_another_process(url)
     again.save_checkpoint("two", wait=True)  # lists the original, which it still reads
+    again.refresh()
+    assert [record.location is not None for record in again.reader.assembler.snapshot.streams] == [True, False]
     assert len(remove_replaced(again.store.snapshot.storage, 0)) == 1
     again.refresh()
     batches(again, 8)

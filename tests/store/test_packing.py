@@ -22,6 +22,7 @@ import trajstore
 from tests.conftest import Place
 from tests.support.faulty import Call, DieAt, Died, FailOnce, FaultyStorage, Plan, broken, real_storage
 from tests.support.sharding import mark, read_record, stream_arrays, write_record
+from tests.support.sharding import pack as pack_part
 from trajstore import DataError, Field, Schema, SchemaError, SnapshotExpiredError, StorageError, Store, Windows
 from trajstore.cli.app import app
 from trajstore.format.array_layout import ArrayLayout
@@ -241,7 +242,7 @@ def test_evicted_episodes_stay_in_the_history(local: Place) -> None:
     assert verify(fresh).is_clean
 
 
-@pytest.mark.parametrize("options", [{"shard_bytes": 64, "chunk_bytes": 16}, {"shard_bytes": 64}, {}])
+@pytest.mark.parametrize("options", [{"shard_bytes": 64, "chunk_bytes": 16}, {}])
 def test_rows_that_are_gone_are_not_copied(local: Place, options: dict[str, Any]) -> None:
     store = made(local)
     stream, root = write(store), Path(local.url)
@@ -371,6 +372,18 @@ def test_marks_of_a_packed_stream_are_those_of_the_original(local: Place) -> Non
     assert table.find(trajstore.EpisodeKey(stream, 2)) == 0
     assert table["is_headless"].tolist()[0]
     assert verify(opened(local)).is_clean
+
+
+def test_marks_of_the_original_apply_to_a_stream_that_replaces_a_part(local: Place) -> None:
+    store, root = made(local), Path(local.url)
+    stream = write(store)  # episodes of eight rows
+    other = write(store, "b", 1)
+    pack_part(root, stream, 8, 24)
+    before = contents(opened(local))
+    mark(root, read_record(root, other), view=SessionView({stream: 17}))
+    after = contents(opened(local))
+    assert [key for key, _, _ in after] == [key for key, _, _ in before if key not in {(stream, 0), (stream, 1)}]
+    assert [row["is_headless"] for _, row, _ in after].count(True) == 1
 
 
 def test_a_packed_stream_is_the_newest_of_nothing(local: Place) -> None:
@@ -600,6 +613,7 @@ def test_the_command_packs_and_says_so(local: Place) -> None:
     assert done.exit_code == 0, done.output
     assert [one["stream"] for one in json.loads(done.output)["packed"]] == [stream]
     assert opened(local).streams[0].layouts["steps/reward"].codec == Codec("none")
+    assert "1 original of packed streams not removed yet" in run(app(), ["info", local.url]).output
     swept_ = run(app(), ["pack", local.url, "--wait", "--grace-s", "0", "--stream", stream])
     assert swept_.exit_code == 0, swept_.output
     assert "removed" in swept_.output.lower()
@@ -721,6 +735,31 @@ def forget(place: Place) -> None:
     """Remove everything: a listing in memory looks at all that is there."""
     storage = real_storage(place.url, place.options)
     storage.delete(storage.list_tree(""))
+
+
+class LoseLastAnswer(Plan):
+    """The second put of a copy's record, which makes it count, has its effect but raises an error."""
+
+    def __init__(self) -> None:
+        self._n_puts = 0
+
+    def after(self, call: Call) -> None:
+        self._n_puts += call.action == "put" and call.key.count("/") == 2
+        if self._n_puts == 2:
+            self._n_puts += 1
+            raise broken()
+
+
+def test_a_copy_is_kept_if_only_the_answer_of_its_last_put_was_lost(local: Place) -> None:
+    stream = write(made(local))
+    before = contents(opened(local))
+    faulty = FaultyStorage(real_storage(local.url), LoseLastAnswer())
+    with pytest.raises(StorageError):
+        Packing(faulty, PackSettings(chunk_bytes=8)).run()
+    (record,) = opened(local).streams
+    assert record.id == stream
+    assert record.layouts["steps/action"].chunk_rows == 1
+    assert contents(opened(local)) == before
 
 
 def n_calls_of(make: Callable[[], Place]) -> int:

@@ -26,6 +26,7 @@ from trajstore.cli.stores import open_snapshot
 from trajstore.format.codec import Codec
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.marks import Marks
+from trajstore.format.packed_streams import replaced_copies
 from trajstore.format.zarr_json import parse_json, trajstore_attributes
 from trajstore.schema import Array
 from trajstore.store.checkpoints import list_checkpoints
@@ -67,6 +68,7 @@ def _store_facts(snapshot: Snapshot, *, with_sizes: bool) -> Facts:
         "created_at": root.get("created_at"),
         "schema": _schema_facts(snapshot, live, with_sizes),
         "streams": [_stream_facts(record, live[record.id], snapshot) for record in snapshot.streams],
+        "replaced_streams": sorted(replaced_copies(snapshot.stored)),
         "episodes": _episode_facts(snapshot),
         "checkpoints": [checkpoint_facts(c) for c in list_checkpoints(storage)],
         "columns": [
@@ -154,6 +156,8 @@ def print_info(console: "Console", facts: Facts) -> None:
     )
     _print_schema(console, facts["schema"])
     _print_streams(console, facts["streams"])
+    if n := len(facts["replaced_streams"]):
+        console.print(f"{format_count(n, 'original')} of packed streams not removed yet; see pack --wait\n")
     _print_episodes(console, facts["episodes"])
     print_checkpoints(console, facts["checkpoints"])
     if facts["columns"]:
