@@ -8,7 +8,10 @@ _MAX_MAPS = 20_000  # Linux allows a process 65,530 by default
 
 
 class ObjectMaps:
-    """Mapped objects by the folder of their stream, field and number. Threads may call `get`; the others with the owner's lock held."""
+    """Mapped objects by the folder of their stream, by field and number.
+
+    Threads may call `get`; the other methods are called with the owner's lock held.
+    """
 
     def __init__(self) -> None:
         self._maps: dict[tuple[str, str], dict[int, MappedObject]] = {}

@@ -36,8 +36,13 @@ def chunk_rows_for(spec: Field, *, is_compressed: bool) -> int:
     """Rows in a chunk of a field: the field's own choice, else a power of two that depends on the size of a row."""
     if spec.chunk_rows is not None:
         return spec.chunk_rows
+    return rows_within(chunk_bytes_for(spec.row_bytes, is_compressed=is_compressed), spec)
+
+
+def chunk_bytes_for(row_bytes: int, *, is_compressed: bool) -> int:
+    """About how many bytes a chunk should have, decoded."""
     wide = _FRAME_CHUNK_BYTES if is_compressed else _WIDE_CHUNK_BYTES
-    return rows_within(wide if spec.row_bytes >= WIDE_ROW_BYTES else _CHUNK_BYTES, spec)
+    return wide if row_bytes >= WIDE_ROW_BYTES else _CHUNK_BYTES
 
 
 def rows_within(n_bytes: int, spec: Field) -> int:
@@ -191,14 +196,16 @@ class ArrayLayout:
         if is_wrong or start + size > object_bytes:
             raise CorruptionError(f"it has {size} bytes at byte {start} of its object, which is impossible")
 
-    def encode_shard_index(self, sizes: Sequence[int]) -> bytes:
-        """The index of a shard that holds its first chunks, of these sizes, one after the other behind the index.
+    def encode_shard_index(self, sizes: Sequence[int | None]) -> bytes:
+        """The index of a shard whose first chunks have these sizes and lie one after the other.
 
-        The chunks after them are absent.
+        Chunks of size None are absent, and so are those after the last one.
         """
         index = np.full((self.chunks_per_shard, 2), _ABSENT, "<u8")
-        index[: len(sizes), 1] = sizes
-        index[: len(sizes), 0] = self.shard_index_bytes + np.cumsum([0, *sizes[:-1]])[: len(sizes)]
+        present = [i for i, size in enumerate(sizes) if size is not None]
+        found = np.array([size for size in sizes if size is not None], np.int64)
+        index[present, 1] = found
+        index[present, 0] = np.cumsum(found) - found + (self.shard_index_bytes if self.index_at_start else 0)
         return Codec("none").encode(index)
 
     def metadata(self, rows: int) -> dict[str, Any]:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from trajstore.format.array_layout import ArrayLayout
-from trajstore.format.codec import Codec
-
-_ABSENT = (1 << 64) - 1  # offset and size of a chunk that a shard does not hold
 
 
 def assemble_shard(layout: ArrayLayout, chunks: Sequence[bytes | None]) -> bytes:
@@ -20,12 +15,6 @@ def assemble_shard(layout: ArrayLayout, chunks: Sequence[bytes | None]) -> bytes
         chunks: The chunks of the shard, already encoded; None where the shard holds none. Those after the last one
             given are absent as well.
     """
-    index = np.full((layout.chunks_per_shard, 2), _ABSENT, np.uint64)
-    offset = layout.shard_index_bytes if layout.index_at_start else 0
-    for i, chunk in enumerate(chunks):
-        if chunk is not None:
-            index[i] = offset, len(chunk)
-            offset += len(chunk)
-    encoded = Codec("none").encode(index)
+    encoded = layout.encode_shard_index([None if chunk is None else len(chunk) for chunk in chunks])
     present = [chunk for chunk in chunks if chunk is not None]
     return b"".join((encoded, *present) if layout.index_at_start else (*present, encoded))

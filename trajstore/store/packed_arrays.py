@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from trajstore.errors import CorruptionError
-from trajstore.format.array_layout import MAX_CHUNK_BYTES, ArrayLayout
+from trajstore.format.array_layout import MAX_CHUNK_BYTES, MAX_SHARD_CHUNKS, ArrayLayout, chunk_bytes_for
 from trajstore.format.codec import CRC_BYTES, Codec, crc32c
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.shard import assemble_shard
@@ -15,10 +15,6 @@ from trajstore.storage import UNSEEN, Storage
 from trajstore.store.stream_reader import StreamReader
 
 SHARD_BYTES = 128 << 20
-_NARROW_CHUNK_BYTES = 64 << 10
-_WIDE_CHUNK_BYTES = 512 << 10
-_WIDE_ROW_BYTES = 4096
-_MAX_SHARD_CHUNKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +23,8 @@ class PackSettings:
 
     Attributes:
         shard_bytes: Size of a shard object, about: it is estimated from the size of the stored objects.
-        chunk_bytes: Decoded size of a chunk inside a shard, at most; None: 64 KiB, and 512 KiB for rows of 4 KiB or
-            more. Fields whose schema fixes the rows of a chunk keep these.
+        chunk_bytes: Decoded size of a chunk inside a shard, at most; None: as writers choose it. Fields whose
+            schema fixes the rows of a chunk keep these.
         codecs: By field path: the codec. Other fields keep theirs.
     """
 
@@ -61,11 +57,10 @@ def packed_layouts(
 
 def _rechunked(record: CommitRecord, path: str, layout: ArrayLayout, settings: PackSettings) -> ArrayLayout:
     name = path.removeprefix("steps/")
-    rows = layout.chunk_rows
+    rows, codec = layout.chunk_rows, settings.codecs.get(name, layout.codec)
     if settings.chunk_bytes is not None or record.schema[name].chunk_rows is None:
-        default = _WIDE_CHUNK_BYTES if layout.row_bytes >= _WIDE_ROW_BYTES else _NARROW_CHUNK_BYTES
+        default = chunk_bytes_for(layout.row_bytes, is_compressed=codec.name != "none")
         rows = _scaled_rows(rows, layout.row_bytes, min(settings.chunk_bytes or default, MAX_CHUNK_BYTES))
-    codec = settings.codecs.get(name, layout.codec)
     if codec.blocksize == layout.chunk_bytes:  # one block for each chunk
         codec = replace(codec, blocksize=rows * layout.row_bytes)
     return replace(layout, chunk_rows=rows, codec=codec)
@@ -86,7 +81,7 @@ def _scaled_rows(rows: int, row_bytes: int, target: int) -> int:
 def _sharded(layout: ArrayLayout, n_rows: int, ratio: float, shard_bytes: int) -> ArrayLayout:
     n_all = max(1, -(-n_rows // layout.chunk_rows))
     n_chunks = round(shard_bytes / (layout.chunk_bytes * ratio + CRC_BYTES))
-    n_chunks = max(1, min(n_chunks, n_all, _MAX_SHARD_CHUNKS))
+    n_chunks = max(1, min(n_chunks, n_all, MAX_SHARD_CHUNKS))
     return replace(layout, shard_rows=layout.chunk_rows * n_chunks, index_at_start=True)
 
 

@@ -103,8 +103,9 @@ def pack(
         url: URL of the store.
         streams: Ids of the streams to pack; all by default.
         shard_bytes: Size of the objects, about; 128 MiB by default.
-        chunk_bytes: Decoded size of the chunks inside them, at most. By default 64 KiB, 512 KiB for rows of 4 KiB
-            or more, and what the schema says for fields that declare ``chunk_rows``.
+        chunk_bytes: Decoded size of the chunks inside them, at most. By default as writers choose it:
+            128 KiB, for rows of 4 KiB or more 512 KiB if they are compressed and 256 KiB if not, and what the
+            schema says for fields that declare ``chunk_rows``.
         codecs: By field path: the codec to use instead of the present one, such as ``{"pixels": "zstd:5"}``.
         dry_run: Only report what would be packed.
         wait: After ``grace_s`` seconds, in which readers may finish with the originals, remove them.

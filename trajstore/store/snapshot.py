@@ -14,41 +14,20 @@ from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.format.commit_record import CommitRecord, StreamExtent
 from trajstore.format.episode_table import EpisodeTable, SpanExtent
 from trajstore.format.handles import EpisodeKey
-from trajstore.format.ids import is_stream_id
 from trajstore.format.lineage import Lineage
 from trajstore.format.marks import Marks
-from trajstore.format.packed_streams import counts_over, shown_records
+from trajstore.format.packed_streams import shown_records
 from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
 from trajstore.store.column_reader import ColumnReader, ColumnRows, StepNumbers, read_records
-from trajstore.store.recent_chunks import RecentChunks
 from trajstore.store.schema_objects import check_streams, union_of_schemas
-from trajstore.store.stream_reader import MissingChunkError, StreamReader, concat_spans
+from trajstore.store.span_rows import SpanRows
+from trajstore.store.stream_reader import MissingChunkError, StreamReader
+from trajstore.store.stream_records import at_place_of, load_records, with_packed_copies
+from trajstore.store.stream_view import StreamView
 
 T = TypeVar("T")
-
-
-class _Stream:
-    """One stream of a snapshot. Its spans are read once; later snapshots read only new ones."""
-
-    def __init__(self, reader: StreamReader, known: Spans | None = None) -> None:
-        self.reader = reader
-        self._known = known  # spans that an earlier snapshot has read: a prefix of these
-
-    @property
-    def record(self) -> CommitRecord:
-        return self.reader.record
-
-    @cached_property
-    def spans(self) -> Spans:
-        if self._known is None:
-            return self.reader.read_spans()
-        return concat_spans([self._known, self.reader.read_spans(len(self._known))])
-
-    def advanced(self, record: CommitRecord) -> _Stream:
-        known = self.__dict__.get("spans", self._known)
-        return _Stream(self.reader.advanced(record), known)
 
 
 class Snapshot:
@@ -65,7 +44,7 @@ class Snapshot:
         self,
         storage: Storage,
         schema: Schema | None,
-        streams: Mapping[str, _Stream],
+        streams: Mapping[str, StreamView],
         lineage: Lineage | None = None,
         stored: Mapping[str, CommitRecord] | None = None,
     ) -> None:
@@ -90,14 +69,14 @@ class Snapshot:
         extents = checkpoint.streams
         records = {name: extent.record for name, extent in extents.items() if extent.record is not None}
         records |= read_records(storage, [name for name in extents if name not in records])
-        records = _with_packed_copies(storage, extents, records)
+        records = with_packed_copies(storage, extents, records)
         if missing := [name for name in extents if name not in records]:
             raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
         try:
             ended = {name: extent.truncate(records[name]) for name, extent in extents.items()}
         except CorruptionError as error:
             raise CorruptionError(f"{where}: {error}") from error
-        streams = {name: _Stream(StreamReader(storage, record, schema)) for name, record in ended.items()}
+        streams = {name: StreamView(StreamReader(storage, record, schema)) for name, record in ended.items()}
         snapshot = Snapshot._from_streams(storage, schema, streams, streams.values())
         snapshot._lineage = Lineage()
         snapshot._pins = dict.fromkeys(streams, checkpoint.id)
@@ -105,11 +84,11 @@ class Snapshot:
 
     @staticmethod
     def _from_streams(
-        storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream], new: Iterable[_Stream]
+        storage: Storage, schema: Schema | None, streams: Mapping[str, StreamView], new: Iterable[StreamView]
     ) -> Snapshot:
         if schema is None and streams:  # streams differ only in fields with a fill, which all of them show
             schema = union_of_schemas(storage.display, [s.record for s in streams.values()])
-            streams = {name: _Stream(StreamReader(storage, s.record, schema)) for name, s in streams.items()}
+            streams = {name: StreamView(StreamReader(storage, s.record, schema)) for name, s in streams.items()}
         elif schema is not None:
             check_streams(storage.display, schema, [s.record for s in new])
         return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))
@@ -122,12 +101,12 @@ class Snapshot:
         """
         known = {record.id: record for record in before.stored} if before else {}
         old = before._streams if before else {}
-        stored = _load_records(storage, known)
-        streams: dict[str, _Stream] = {}
+        stored = load_records(storage, known)
+        streams: dict[str, StreamView] = {}
         for record in shown_records(stored.values()):
             name, place = record.id, record.location or record.id
             if name not in old:
-                streams[name] = _Stream(StreamReader(storage, record, schema))
+                streams[name] = StreamView(StreamReader(storage, record, schema))
             elif old[name].record.folder == record.folder and stored[place] is known.get(place):
                 streams[name] = old[name]
             else:
@@ -153,7 +132,7 @@ class Snapshot:
         if old is not None and old.record.commit >= record.commit:
             return self
         reader = StreamReader(self._storage, record, self._schema)
-        streams = {**self._streams, record.id: _Stream(reader) if old is None else old.advanced(record)}
+        streams = {**self._streams, record.id: StreamView(reader) if old is None else old.advanced(record)}
         snapshot = Snapshot(self._storage, self._schema or record.schema, streams, self._lineage)
         snapshot._pins = self._pins
         return snapshot
@@ -165,7 +144,7 @@ class Snapshot:
         """
         more = {name: s for name, s in other._streams.items() if s.record.world == world}
         more |= {
-            name: s.advanced(_at_place_of(other._streams[name].record, s.record))
+            name: s.advanced(at_place_of(other._streams[name].record, s.record))
             for name, s in self._streams.items()
             if name not in more and name in other._streams and other._streams[name].record.folder != s.record.folder
         }
@@ -240,7 +219,7 @@ class Snapshot:
         self._stored = None
         stored = [CommitRecord.from_bytes(data, name, storage.display) for name, data in state["records"].items()]
         records = [record.shown() if record.id in state["packed"] else record for record in stored]
-        self._streams = {r.id: _Stream(StreamReader(storage, r, self._schema)) for r in records}
+        self._streams = {r.id: StreamView(StreamReader(storage, r, self._schema)) for r in records}
 
     @property
     def schema(self) -> Schema | None:
@@ -350,7 +329,7 @@ class Snapshot:
             parts.append(part)
         return parts
 
-    def _spans_of(self, stream: _Stream, lineage: Lineage) -> Spans:
+    def _spans_of(self, stream: StreamView, lineage: Lineage) -> Spans:
         n = lineage.n_spans(stream.record)
         if not n:  # nothing to read
             ints, floats = span_columns(stream.record.schema)
@@ -400,7 +379,7 @@ class Snapshot:
         arrays: dict[str, Array] = {}
         for path in selected_paths(schema, fields):
             last = end + 1 if has_final and end == n_steps and schema[path].final else end
-            rows = self._read_rows(f"steps/{path}", spans, start, last)
+            rows = self._rows.read(f"steps/{path}", spans, start, last)
             arrays[path] = widen_bfloat16(rows) if schema[path].dtype == "bfloat16" else rows
         for name in self.columns.names if columns is True else columns or ():
             arrays[name] = self._column_rows(name, spans, start, end)
@@ -440,26 +419,9 @@ class Snapshot:
         """The derived columns that this snapshot shows."""
         return ColumnReader(self._storage, self.readers)
 
-    def _read_rows(self, path: str, spans: Sequence[Any], start: int, stop: int) -> Array:
-        streams = list(self._streams.values())
-        parts, offset = [], 0
-        for span in spans:
-            n = span.row_stop - span.row_start
-            low, high = max(start - offset, 0), min(stop - offset, n)
-            if low < high:
-                reader = streams[span.source].reader
-                parts.append(self._read_or_explain(reader, path, span.row_start + low, span.row_start + high))
-            offset += n
-        if len(parts) == 1:
-            return parts[0]
-        return np.concatenate(parts) if parts else streams[0].reader.read_rows(path, 0, 0)
-
-    def _read_or_explain(self, reader: StreamReader, path: str, start: int, stop: int) -> Array:
-        return self._explained(start, lambda: reader.read_rows(path, start, stop, self._recent_chunks))
-
     @cached_property
-    def _recent_chunks(self) -> RecentChunks:
-        return RecentChunks()
+    def _rows(self) -> SpanRows:
+        return SpanRows(self.readers, self._explained)
 
     def _explained(self, row: int, read: Callable[[], T]) -> T:
         """Call ``read``; if a chunk is missing, raise an error that says whether it was evicted or lost."""
@@ -496,7 +458,7 @@ class Snapshot:
     def relocated(self) -> Snapshot:
         """This view, with streams that were packed since read from the packed objects."""
         records = {name: s.record for name, s in self._streams.items()}
-        found = _with_packed_copies(self._storage, records, records)
+        found = with_packed_copies(self._storage, records, records)
         streams = {n: s if found[n] is s.record else s.advanced(found[n]) for n, s in self._streams.items()}
         if all(streams[name] is stream for name, stream in self._streams.items()):
             return self
@@ -518,50 +480,7 @@ class Snapshot:
         return f"<Snapshot of {self._storage.display}: {len(self._streams)} streams, {self.n_rows} rows>"
 
 
-def _load_records(storage: Storage, known: Mapping[str, CommitRecord]) -> dict[str, CommitRecord]:
-    """The newest record of every stored stream, where ``known`` may be out of date."""
-    names = [name for name in storage.list_names("streams") if is_stream_id(name)]
-    dead = {stream for record in known.values() for stream in record.view.dead}
-    may_have_changed = [n for n in names if n not in known or not (known[n].is_sealed or n in dead)]
-    fresh = read_records(storage, may_have_changed)
-    stored: dict[str, CommitRecord] = {name: known[name] for name in names if name not in may_have_changed}
-    for name, record in fresh.items():  # a backend may return an older record; a snapshot never goes back in time
-        is_older = name in known and record.commit < known[name].commit
-        stored[name] = known[name] if is_older else record
-    return stored
-
-
-def _with_packed_copies(
-    storage: Storage, wanted: Collection[str], records: Mapping[str, CommitRecord]
-) -> dict[str, CommitRecord]:
-    """The records of streams; those that were packed since name the packed objects: the others may be gone.
-
-    Lists the streams, and reads the records of those that are not among ``records``.
-
-    Args:
-        storage: Storage of the store.
-        wanted: The streams.
-        records: Their records, as far as they are known. A record may be cut to an extent, and stays so.
-    """
-    known = {record.as_stored().id for record in records.values()}
-    names = [name for name in storage.list_names("streams") if is_stream_id(name) and name not in known]
-    stored = read_records(storage, names).values()
-    copies = {copy.id: copy for copy in shown_records(stored) if copy.location is not None and copy.id in wanted}
-    found = {
-        name: _at_place_of(copy, records[name])
-        for name, copy in copies.items()
-        if name in records and counts_over(copy, records[name])
-    }
-    return {**copies, **records, **found}
-
-
-def _at_place_of(copy: CommitRecord, record: CommitRecord) -> CommitRecord:
-    """A record whose arrays are those of another copy of the stream."""
-    layouts = {path: layout for path, layout in copy.layouts.items() if path in record.layouts}
-    return replace(record, location=copy.location, layouts=layouts)
-
-
-def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:
+def _by_creation(item: tuple[str, StreamView]) -> tuple[float, str]:
     return item[1].record.created_at, item[0]
 
 
