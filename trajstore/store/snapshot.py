@@ -14,40 +14,18 @@ from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.format.commit_record import CommitRecord, StreamExtent
 from trajstore.format.episode_table import EpisodeTable, SpanExtent
 from trajstore.format.handles import EpisodeKey
-from trajstore.format.ids import is_stream_id
-from trajstore.format.lineage import Lineage
+from trajstore.format.lineage import Lineage, discarded_episodes
 from trajstore.format.marks import Marks
-from trajstore.format.packed_streams import counts_over, shown_records
+from trajstore.format.packed_streams import shown_records
 from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
 from trajstore.store.column_reader import ColumnReader, ColumnRows, StepNumbers, read_records
 from trajstore.store.schema_objects import check_streams, union_of_schemas
-from trajstore.store.stream_reader import MissingChunkError, StreamReader, concat_spans
+from trajstore.store.stored_copies import at_place_of, is_moved, load_records, with_packed_copies
+from trajstore.store.stream_reader import MissingChunkError, SnapshotStream, StreamReader
 
 T = TypeVar("T")
-
-
-class _Stream:
-    """One stream of a snapshot. Its spans are read once; later snapshots read only new ones."""
-
-    def __init__(self, reader: StreamReader, known: Spans | None = None) -> None:
-        self.reader = reader
-        self._known = known  # spans that an earlier snapshot has read: a prefix of these
-
-    @property
-    def record(self) -> CommitRecord:
-        return self.reader.record
-
-    @cached_property
-    def spans(self) -> Spans:
-        if self._known is None:
-            return self.reader.read_spans()
-        return concat_spans([self._known, self.reader.read_spans(len(self._known))])
-
-    def advanced(self, record: CommitRecord) -> _Stream:
-        known = self.__dict__.get("spans", self._known)
-        return _Stream(self.reader.advanced(record), known)
 
 
 class Snapshot:
@@ -64,7 +42,7 @@ class Snapshot:
         self,
         storage: Storage,
         schema: Schema | None,
-        streams: Mapping[str, _Stream],
+        streams: Mapping[str, SnapshotStream],
         lineage: Lineage | None = None,
         stored: Mapping[str, CommitRecord] | None = None,
     ) -> None:
@@ -89,14 +67,14 @@ class Snapshot:
         extents = checkpoint.streams
         records = {name: extent.record for name, extent in extents.items() if extent.record is not None}
         records |= read_records(storage, [name for name in extents if name not in records])
-        records = _with_packed_copies(storage, extents, records)
+        records = with_packed_copies(storage, extents, records)
         if missing := [name for name in extents if name not in records]:
             raise CorruptionError(f"{where} needs streams that are missing: {', '.join(missing)}")
         try:
             ended = {name: extent.truncate(records[name]) for name, extent in extents.items()}
         except CorruptionError as error:
             raise CorruptionError(f"{where}: {error}") from error
-        streams = {name: _Stream(StreamReader(storage, record, schema)) for name, record in ended.items()}
+        streams = {name: SnapshotStream(StreamReader(storage, record, schema)) for name, record in ended.items()}
         snapshot = Snapshot._from_streams(storage, schema, streams, streams.values())
         snapshot._lineage = Lineage()
         snapshot._pins = dict.fromkeys(streams, checkpoint.id)
@@ -104,11 +82,14 @@ class Snapshot:
 
     @staticmethod
     def _from_streams(
-        storage: Storage, schema: Schema | None, streams: Mapping[str, _Stream], new: Iterable[_Stream]
+        storage: Storage,
+        schema: Schema | None,
+        streams: Mapping[str, SnapshotStream],
+        new: Iterable[SnapshotStream],
     ) -> Snapshot:
         if schema is None and streams:  # streams differ only in fields with a fill, which all of them show
             schema = union_of_schemas(storage.display, [s.record for s in streams.values()])
-            streams = {name: _Stream(StreamReader(storage, s.record, schema)) for name, s in streams.items()}
+            streams = {name: SnapshotStream(StreamReader(storage, s.record, schema)) for name, s in streams.items()}
         elif schema is not None:
             check_streams(storage.display, schema, [s.record for s in new])
         return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))
@@ -121,12 +102,12 @@ class Snapshot:
         """
         known = {record.id: record for record in before.stored} if before else {}
         old = before._streams if before else {}
-        stored = _load_records(storage, known)
-        streams: dict[str, _Stream] = {}
+        stored = load_records(storage, known)
+        streams: dict[str, SnapshotStream] = {}
         for record in shown_records(stored.values()):
             name, place = record.id, record.location or record.id
             if name not in old:
-                streams[name] = _Stream(StreamReader(storage, record, schema))
+                streams[name] = SnapshotStream(StreamReader(storage, record, schema))
             elif old[name].record.folder == record.folder and stored[place] is known.get(place):
                 streams[name] = old[name]
             else:
@@ -152,7 +133,7 @@ class Snapshot:
         if old is not None and old.record.commit >= record.commit:
             return self
         reader = StreamReader(self._storage, record, self._schema)
-        streams = {**self._streams, record.id: _Stream(reader) if old is None else old.advanced(record)}
+        streams = {**self._streams, record.id: SnapshotStream(reader) if old is None else old.advanced(record)}
         snapshot = Snapshot(self._storage, self._schema or record.schema, streams, self._lineage)
         snapshot._pins = self._pins
         return snapshot
@@ -164,7 +145,7 @@ class Snapshot:
         """
         more = {name: s for name, s in other._streams.items() if s.record.world == world}
         more |= {
-            name: s.advanced(_at_place_of(other._streams[name].record, s.record))
+            name: s.advanced(at_place_of(other._streams[name].record, s.record))
             for name, s in self._streams.items()
             if name not in more and name in other._streams and other._streams[name].record.folder != s.record.folder
         }
@@ -207,7 +188,7 @@ class Snapshot:
     def cuts(self) -> dict[str, StreamExtent]:
         """The extent of every stream in this view, for a checkpoint; streams without wanted rows are left out."""
         records, lineage = self.streams, self.lineage
-        live, discarded = self._first_rows(), _discarded(records, lineage)
+        live, discarded = self._first_rows(), discarded_episodes(records, lineage)
         extents: dict[str, StreamExtent] = {}
         for r in records:
             episodes = tuple(sorted(discarded.get(r.shown_as, ())))
@@ -239,7 +220,7 @@ class Snapshot:
         self._stored = None
         stored = [CommitRecord.from_bytes(data, name, storage.display) for name, data in state["records"].items()]
         records = [record.shown() if record.id in state["packed"] else record for record in stored]
-        self._streams = {r.id: _Stream(StreamReader(storage, r, self._schema)) for r in records}
+        self._streams = {r.id: SnapshotStream(StreamReader(storage, r, self._schema)) for r in records}
 
     @property
     def schema(self) -> Schema | None:
@@ -322,7 +303,7 @@ class Snapshot:
         """The spans of every stream that belong to a lineage, with the rows from ``first_rows`` on."""
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
-        discarded = _discarded(records, lineage)
+        discarded = discarded_episodes(records, lineage)
         dead = {s for r in records for s in r.view.dead}
         hidden: dict[str, tuple[tuple[int, int], ...]] = {}
         for r in records:
@@ -349,7 +330,7 @@ class Snapshot:
             parts.append(part)
         return parts
 
-    def _spans_of(self, stream: _Stream, lineage: Lineage) -> Spans:
+    def _spans_of(self, stream: SnapshotStream, lineage: Lineage) -> Spans:
         n = lineage.n_spans(stream.record)
         if not n:  # nothing to read
             ints, floats = span_columns(stream.record.schema)
@@ -468,7 +449,8 @@ class Snapshot:
         It was evicted, packed or lost, according to the newest records.
         """
         fresh, is_pinned = Snapshot.load(self._storage, self._schema), self._is_pinned(missing.stream)
-        if self._is_moved(missing.stream, fresh, is_pinned=is_pinned):
+        old, new = self._streams.get(missing.stream), fresh._streams.get(missing.stream)
+        if old and new and is_moved(old.record, new.record, fresh.stored, is_pinned=is_pinned):
             return SnapshotExpiredError(f"stream '{missing.stream}' was packed; refresh the store")
         if is_pinned:
             return CorruptionError(str(missing))
@@ -479,18 +461,10 @@ class Snapshot:
             )
         return CorruptionError(str(missing))
 
-    def _is_moved(self, stream: str, fresh: Snapshot, *, is_pinned: bool) -> bool:
-        """Whether other objects hold a stream now, and those that this snapshot reads are gone or may be."""
-        if stream not in self._streams or stream not in fresh._streams:
-            return False
-        record = self._streams[stream].record
-        is_gone = record.as_stored().id not in (stored.id for stored in fresh.stored)
-        return is_gone or (not is_pinned and record.folder != fresh._streams[stream].record.folder)
-
     def relocated(self) -> Snapshot:
         """This view, with streams that were packed since read from the packed objects."""
         records = {name: s.record for name, s in self._streams.items()}
-        found = _with_packed_copies(self._storage, records, records)
+        found = with_packed_copies(self._storage, records, records)
         streams = {n: s if found[n] is s.record else s.advanced(found[n]) for n, s in self._streams.items()}
         if all(streams[name] is stream for name, stream in self._streams.items()):
             return self
@@ -512,59 +486,5 @@ class Snapshot:
         return f"<Snapshot of {self._storage.display}: {len(self._streams)} streams, {self.n_rows} rows>"
 
 
-def _load_records(storage: Storage, known: Mapping[str, CommitRecord]) -> dict[str, CommitRecord]:
-    """The newest record of every stored stream, where ``known`` may be out of date."""
-    names = [name for name in storage.list_names("streams") if is_stream_id(name)]
-    dead = {stream for record in known.values() for stream in record.view.dead}
-    may_have_changed = [n for n in names if n not in known or not (known[n].is_sealed or n in dead)]
-    fresh = read_records(storage, may_have_changed)
-    stored: dict[str, CommitRecord] = {name: known[name] for name in names if name not in may_have_changed}
-    for name, record in fresh.items():  # a backend may return an older record; a snapshot never goes back in time
-        is_older = name in known and record.commit < known[name].commit
-        stored[name] = known[name] if is_older else record
-    return stored
-
-
-def _with_packed_copies(
-    storage: Storage, wanted: Collection[str], records: Mapping[str, CommitRecord]
-) -> dict[str, CommitRecord]:
-    """The records of streams; those that were packed since name the packed objects: the others may be gone.
-
-    Lists the streams, and reads the records of those that are not among ``records``.
-
-    Args:
-        storage: Storage of the store.
-        wanted: The streams.
-        records: Their records, as far as they are known. A record may be cut to an extent, and stays so.
-    """
-    known = {record.as_stored().id for record in records.values()}
-    names = [name for name in storage.list_names("streams") if is_stream_id(name) and name not in known]
-    stored = read_records(storage, names).values()
-    copies = {copy.id: copy for copy in shown_records(stored) if copy.location is not None and copy.id in wanted}
-    found = {
-        name: _at_place_of(copy, records[name])
-        for name, copy in copies.items()
-        if name in records and counts_over(copy, records[name])
-    }
-    return {**copies, **records, **found}
-
-
-def _at_place_of(copy: CommitRecord, record: CommitRecord) -> CommitRecord:
-    """A record whose arrays are those of another copy of the stream."""
-    layouts = {path: layout for path, layout in copy.layouts.items() if path in record.layouts}
-    return replace(record, location=copy.location, layouts=layouts)
-
-
-def _by_creation(item: tuple[str, _Stream]) -> tuple[float, str]:
+def _by_creation(item: tuple[str, SnapshotStream]) -> tuple[float, str]:
     return item[1].record.created_at, item[0]
-
-
-def _discarded(records: Iterable[CommitRecord], lineage: Lineage) -> dict[str, set[int]]:
-    """By stream id, the episodes that any session has discarded."""
-    discarded: dict[str, set[int]] = {}
-    for record in records:
-        for target, episodes in record.view.discarded.items():
-            discarded.setdefault(target, set()).update(episodes)
-        if (limit := lineage.limits.get(record.id)) is not None and limit.discarded:
-            discarded.setdefault(record.shown_as, set()).update(limit.discarded)
-    return discarded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -190,6 +191,28 @@ class StreamReader:
     def _chunk_name(self, path: str, layout: ArrayLayout, index: int) -> str:
         rows = f"rows {index * layout.chunk_rows} to {(index + 1) * layout.chunk_rows}"
         return f"{self._name(path)}, chunk {index} ({rows})"
+
+
+class SnapshotStream:
+    """One stream of a snapshot. Its spans are read once; later snapshots read only new ones."""
+
+    def __init__(self, reader: StreamReader, known: Spans | None = None) -> None:
+        self.reader = reader
+        self._known = known  # spans that an earlier snapshot has read: a prefix of these
+
+    @property
+    def record(self) -> CommitRecord:
+        return self.reader.record
+
+    @cached_property
+    def spans(self) -> Spans:
+        if self._known is None:
+            return self.reader.read_spans()
+        return concat_spans([self._known, self.reader.read_spans(len(self._known))])
+
+    def advanced(self, record: CommitRecord) -> SnapshotStream:
+        known = self.__dict__.get("spans", self._known)
+        return SnapshotStream(self.reader.advanced(record), known)
 
 
 def _copy_chunk(layout: ArrayLayout, index: int, chunk: Array, out: Array, start: int) -> None:
