@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trajstore.format.checkpoint_record import Checkpoint
@@ -77,6 +77,17 @@ def continued_extents(checkpoint: Checkpoint, records: Sequence[CommitRecord]) -
             stop, n_spans = before.n_rows(record), before.n_spans(record)
             extents[record.id] = StreamExtent(stop, stop, n_spans, record.text_bytes)
     return extents
+
+
+def discarded_episodes(records: Iterable[CommitRecord], lineage: Lineage) -> dict[str, set[int]]:
+    """By stream id, the episodes that any session has discarded."""
+    discarded: dict[str, set[int]] = {}
+    for record in records:
+        for target, episodes in record.view.discarded.items():
+            discarded.setdefault(target, set()).update(episodes)
+        if (limit := lineage.limits.get(record.id)) is not None and limit.discarded:
+            discarded.setdefault(record.shown_as, set()).update(limit.discarded)
+    return discarded
 
 
 def _age(record: CommitRecord) -> tuple[float, str]:

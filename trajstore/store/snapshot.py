@@ -14,7 +14,7 @@ from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.format.commit_record import CommitRecord, StreamExtent
 from trajstore.format.episode_table import EpisodeTable, SpanExtent
 from trajstore.format.handles import EpisodeKey
-from trajstore.format.lineage import Lineage
+from trajstore.format.lineage import Lineage, discarded_episodes
 from trajstore.format.marks import Marks
 from trajstore.format.packed_streams import shown_records
 from trajstore.format.spans import Spans, VisibleSpans, span_columns
@@ -23,8 +23,8 @@ from trajstore.storage import Storage
 from trajstore.store.column_reader import ColumnReader, ColumnRows, StepNumbers, read_records
 from trajstore.store.schema_objects import check_streams, union_of_schemas
 from trajstore.store.span_rows import SpanRows
+from trajstore.store.stored_copies import at_place_of, is_moved, load_records, with_packed_copies
 from trajstore.store.stream_reader import MissingChunkError, StreamReader
-from trajstore.store.stream_records import at_place_of, load_records, with_packed_copies
 from trajstore.store.stream_view import StreamView
 
 T = TypeVar("T")
@@ -187,7 +187,7 @@ class Snapshot:
     def cuts(self) -> dict[str, StreamExtent]:
         """The extent of every stream in this view, for a checkpoint; streams without wanted rows are left out."""
         records, lineage = self.streams, self.lineage
-        live, discarded = self._first_rows(), _discarded(records, lineage)
+        live, discarded = self._first_rows(), discarded_episodes(records, lineage)
         extents: dict[str, StreamExtent] = {}
         for r in records:
             episodes = tuple(sorted(discarded.get(r.shown_as, ())))
@@ -302,7 +302,7 @@ class Snapshot:
         """The spans of every stream that belong to a lineage, with the rows from ``first_rows`` on."""
         position = self._positions()
         records = [stream.record for stream in self._streams.values()]
-        discarded = _discarded(records, lineage)
+        discarded = discarded_episodes(records, lineage)
         dead = {s for r in records for s in r.view.dead}
         hidden: dict[str, tuple[tuple[int, int], ...]] = {}
         for r in records:
@@ -436,7 +436,8 @@ class Snapshot:
         It was evicted, packed or lost, according to the newest records.
         """
         fresh, is_pinned = Snapshot.load(self._storage, self._schema), self._is_pinned(missing.stream)
-        if self._is_moved(missing.stream, fresh, is_pinned=is_pinned):
+        old, new = self._streams.get(missing.stream), fresh._streams.get(missing.stream)
+        if old and new and is_moved(old.record, new.record, fresh.stored, is_pinned=is_pinned):
             return SnapshotExpiredError(f"stream '{missing.stream}' was packed; refresh the store")
         if is_pinned:
             return CorruptionError(str(missing))
@@ -446,14 +447,6 @@ class Snapshot:
                 f"rows from {row} on of stream '{missing.stream}' were evicted; refresh the store"
             )
         return CorruptionError(str(missing))
-
-    def _is_moved(self, stream: str, fresh: Snapshot, *, is_pinned: bool) -> bool:
-        """Whether other objects hold a stream now, and those that this snapshot reads are gone or may be."""
-        if stream not in self._streams or stream not in fresh._streams:
-            return False
-        record = self._streams[stream].record
-        is_gone = record.as_stored().id not in (stored.id for stored in fresh.stored)
-        return is_gone or (not is_pinned and record.folder != fresh._streams[stream].record.folder)
 
     def relocated(self) -> Snapshot:
         """This view, with streams that were packed since read from the packed objects."""
@@ -482,14 +475,3 @@ class Snapshot:
 
 def _by_creation(item: tuple[str, StreamView]) -> tuple[float, str]:
     return item[1].record.created_at, item[0]
-
-
-def _discarded(records: Iterable[CommitRecord], lineage: Lineage) -> dict[str, set[int]]:
-    """By stream id, the episodes that any session has discarded."""
-    discarded: dict[str, set[int]] = {}
-    for record in records:
-        for target, episodes in record.view.discarded.items():
-            discarded.setdefault(target, set()).update(episodes)
-        if (limit := lineage.limits.get(record.id)) is not None and limit.discarded:
-            discarded.setdefault(record.shown_as, set()).update(limit.discarded)
-    return discarded

@@ -1,8 +1,8 @@
-"""Finds the newest records of streams, and the packed copies that took the place of some."""
+"""Finds the records of stored streams, and the packed copies of streams whose objects may be gone."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from trajstore.format.commit_record import CommitRecord
@@ -53,3 +53,9 @@ def at_place_of(copy: CommitRecord, record: CommitRecord) -> CommitRecord:
     """A record whose arrays are those of another copy of the stream."""
     layouts = {path: layout for path, layout in copy.layouts.items() if path in record.layouts}
     return replace(record, location=copy.location, layouts=layouts)
+
+
+def is_moved(old: CommitRecord, new: CommitRecord, stored: Iterable[CommitRecord], *, is_pinned: bool) -> bool:
+    """Whether other objects hold a stream now, and the old ones are gone or, unless they are pinned, may be."""
+    is_gone = old.as_stored().id not in (record.id for record in stored)
+    return old.folder != new.folder and (is_gone or not is_pinned)
