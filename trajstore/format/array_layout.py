@@ -150,6 +150,10 @@ class ArrayLayout:
         """The most bytes that an encoded chunk can have; raw chunks have exactly as many."""
         return self.chunk_bytes + CRC_BYTES if self.is_raw else 2 * self.chunk_bytes + 4096
 
+    def padding_bytes(self, n_rows: int) -> int:
+        """Bytes of the zeros that fill up the last chunk of so many rows; 0 if they are compressed away."""
+        return -n_rows % self.chunk_rows * self.row_bytes if self.is_raw else 0
+
     def empty_chunk(self) -> Array:
         return np.zeros((self.chunk_rows, *self.row_shape), self.dtype)
 

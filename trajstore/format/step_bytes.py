@@ -25,11 +25,14 @@ class GrownObjects:
         """Objects of an array that hold the rows from ``start`` to ``stop``, by their number and size.
 
         ``start`` is the first row of an object, or objects before it count as well. Missing ones were deleted.
+        Zeros that fill up the last chunk do not count: a few rows of raw columns would weigh as much as many.
         """
         n = layout.shard_rows or layout.chunk_rows
         numbers = np.arange(start // n, -(-stop // n))
         bounds = np.clip(np.append(numbers, numbers[-1:] + 1) * n, start, stop)
-        return GrownObjects(bounds, np.array([sizes.get(i, 0) for i in numbers.tolist()]))
+        n_bytes = np.array([sizes.get(i, 0) for i in numbers.tolist()])
+        n_bytes[-1:] = np.maximum(n_bytes[-1:] - layout.padding_bytes(stop), 0)
+        return GrownObjects(bounds, n_bytes)
 
 
 class StepBytes:

@@ -60,8 +60,8 @@ class StoredBytes:
                 n = layout.shard_rows or layout.chunk_rows
                 numbers = range(start // n, -(-record.rows // n))
                 sizes = self._looked_up(folder, layout, numbers) if start else self._listed(folder)
-                known, self._last_sizes[folder] = self._last_sizes.get(folder, 0), sizes.get(numbers[-1], 0)
                 arrays.append(GrownObjects.whole(layout, sizes, start, record.rows))
+                known, self._last_sizes[folder] = self._last_sizes.get(folder, 0), int(arrays[-1].n_bytes[-1])
                 if start % n:
                     arrays[-1].n_bytes[0] -= known
         return arrays

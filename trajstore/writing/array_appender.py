@@ -176,7 +176,8 @@ class ArrayAppender:
         sizes = {number: made.n_bytes for number, made in self._made.items()}
         grown = GrownObjects.whole(self._layout, sizes, self.rows, self.rows + n)
         if self.rows % self._layout.object_rows:
-            grown.n_bytes[0] -= self._last.n_bytes  # the previous last object was replaced
+            # The previous last object was replaced.
+            grown.n_bytes[0] -= self._last.n_bytes - self._layout.padding_bytes(self.rows)
         self.rows += n
         number, is_part_filled = divmod(self.rows, self._layout.object_rows)
         version = versions.get(self._key(number), self._last.version)
