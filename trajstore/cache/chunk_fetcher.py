@@ -11,7 +11,8 @@ from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.compressed_tier import ChunkKey, CompressedTier
 from trajstore.cache.object_maps import ObjectMaps
-from trajstore.errors import StorageError
+from trajstore.errors import CorruptionError, StorageError
+from trajstore.format.codec import is_intact
 from trajstore.schema import Array
 from trajstore.storage import Storage
 from trajstore.store.stream_reader import ChunkError, StreamReader
@@ -82,17 +83,32 @@ class ChunkFetcher:
 
     def _fetch(self, chunks: Sequence[StoredChunk]) -> None:
         """Read encoded chunks that the compressed tier does not have, all at once."""
-        keys = {}
-        for reader, path, number in chunks:
-            chunk_key = (reader.record.folder, path, number)
-            is_here = self._tier.budget and chunk_key in self._tier
-            if not is_here and (object_key := reader.chunk_key(f"steps/{path}", number)):
-                keys[chunk_key] = object_key
+        wanted = [
+            (reader, f"steps/{path}", number, key)
+            for reader, path, number in chunks
+            if (key := (reader.record.folder, path, number)) not in self._tier
+        ]
         try:
-            found = self._storage.get_many(list(keys.values()))
-        except (OSError, StorageError):
+            self._fetch_indexes([(reader, array, number) for reader, array, number, _ in wanted])
+            found = [(key, *p) for reader, array, number, key in wanted if (p := reader.chunk_place(array, number))]
+            read = self._storage.get_ranges([place for _, place, _ in found])
+        except (OSError, StorageError, CorruptionError):
             return  # `decode` reads each chunk alone, and its error says which chunk failed
-        self._fetched.update(zip(keys, (memoryview(data) for data in found), strict=True))
+        for (key, _, stays), data in zip(found, read, strict=True):
+            if stays or is_intact(data):  # else a commit has moved the chunk, and `decode` finds it
+                self._fetched[key] = memoryview(data)
+
+    def _fetch_indexes(self, chunks: Sequence[StoredChunk]) -> None:
+        """Read the indexes of shards that are not known yet, all at once."""
+        places = {
+            place: (reader, array, number)
+            for reader, array, number in chunks
+            if (place := reader.index_place(array, number)) is not None
+        }
+        for data, (reader, array, number) in zip(
+            self._storage.get_ranges(list(places)), places.values(), strict=True
+        ):
+            reader.set_index(array, number, data)
 
     def _run(self, jobs: Sequence[Job], work: Callable[[Job, DecodeBuffers], None]) -> None:
         # One task for each processor, because a task costs as much as decoding a chunk.

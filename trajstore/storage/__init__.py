@@ -14,7 +14,7 @@ from typing import Any
 import fsspec.core
 
 from trajstore.storage.file_maps import FileMap
-from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Put, Storage
+from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Put, Storage
 from trajstore.storage.local import LocalStorage
 from trajstore.storage.remote import FsspecStorage
 
@@ -29,6 +29,7 @@ __all__ = [
     "FileMap",
     "FsspecStorage",
     "LocalStorage",
+    "Place",
     "Put",
     "Storage",
     "open_storage",

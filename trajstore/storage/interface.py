@@ -22,6 +22,9 @@ UNSEEN: Final = "*unseen*"  # nothing, or the same bytes; no reader looks yet, s
 OWN: Final = "*own*"  # nothing, or bytes of an earlier attempt of this writer, which a reader may be reading
 
 
+Place = tuple[str, int, int | None]  # an object's key, and bytes [start, stop) of it; the whole object without stop
+
+
 @dataclass(frozen=True, slots=True)
 class Put:
     """One object to put. ``make`` is called when its turn comes, so that few encoded objects exist at a time."""
@@ -172,6 +175,14 @@ class Storage:
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         """Get many objects in one concurrent wave."""
         return self.map(self.get, keys)
+
+    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+        """Get bytes of objects, or whole objects, in one concurrent wave."""
+        return self.map(self._get_place, places)
+
+    def _get_place(self, place: Place) -> bytes:
+        key, start, stop = place
+        return self.get(key) if stop is None else self.get_range(key, start, stop)
 
     def put_many(self, puts: Iterable[Put]) -> dict[str, str]:
         """Put many objects in one concurrent wave; durable when it returns. Returns their versions by key."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import fsspec.core
 
 from trajstore.errors import ConflictError, MissingExtraError, StorageError
-from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Storage, check_key, storage_error
+from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Storage, check_key, storage_error
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -109,15 +109,19 @@ class FsspecStorage(Storage):
         return int(self._retried("read", key, lambda: self._fs.info(self._path(key), refresh=True)["size"]))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
-        if len(keys) <= 1 or not getattr(self._fs, "async_impl", False):
-            return super().get_many(keys)
-        paths = [self._path(key) for key in keys]
-        whole = [None] * len(paths)
+        return self.get_ranges([(key, 0, None) for key in keys])
+
+    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+        if len(places) <= 1 or not getattr(self._fs, "async_impl", False):
+            return super().get_ranges(places)
+        paths = [self._path(key) for key, _, _ in places]
+        starts = [None if stop is None else start for _, start, stop in places]
+        stops = [stop for _, _, stop in places]
         found = self._fs.cat_ranges(
-            paths, whole, whole, batch_size=_N_CONNECTIONS, on_error="return", **self._in_one_request()
+            paths, starts, stops, batch_size=_N_CONNECTIONS, on_error="return", **self._in_one_request()
         )
         # One wave for all; objects that failed are read again one by one, with retries and a proper error.
-        return [d if isinstance(d, bytes) else self.get(k) for k, d in zip(keys, found, strict=True)]
+        return [d if isinstance(d, bytes) else self._get_place(p) for p, d in zip(places, found, strict=True)]
 
     def list_names(self, prefix: str) -> list[str]:
         def names() -> list[str]:

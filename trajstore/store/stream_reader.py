@@ -14,7 +14,7 @@ from trajstore.format.codec import is_intact
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
 from trajstore.schema import Array, Schema, stored_fill
-from trajstore.storage import FileMap, Storage
+from trajstore.storage import FileMap, Place, Storage
 from trajstore.store.recent_chunks import RecentChunks
 from trajstore.store.shard_pieces import ImpossibleChunkError, ShardPiece, pieces
 
@@ -172,7 +172,7 @@ class StreamReader:
 
     def _read_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
         """The encoded chunks of a piece."""
-        key, last = f"{self.record.folder}/{path}/{layout.chunk_key(piece.start)}", piece.stop - 1
+        key, last = self._key(path, layout, piece.start), piece.stop - 1
         try:
             with self._named(path, layout, piece.start):
                 chunks = piece.read(self._storage, key, layout, lambda: self._shard_index(path, layout, last)[0])
@@ -196,15 +196,47 @@ class StreamReader:
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
             if layout.shard_rows is None:
-                return self._storage.get_into(f"{self.record.folder}/{path}/{layout.chunk_key(index)}", buffer)
+                return self._storage.get_into(self._key(path, layout, index), buffer)
             return memoryview(self._chunk_bytes(path, layout, index))
 
-    def chunk_key(self, path: str, index: int) -> str | None:
-        """Key of the object that holds exactly one chunk; None if the array is sharded, or the stream lacks it."""
+    def index_place(self, path: str, index: int) -> Place | None:
+        """Where the index is stored that must be read to find a chunk; None if there is none, or it is known.
+
+        Indexes at the end of shards are not named: their place depends on the size of the shard.
+        """
         layout = self.record.layouts.get(path)
-        if layout is None or layout.shard_rows is not None:
+        if layout is None or layout.shard_rows is None or not layout.index_at_start:
             return None
-        return f"{self.record.folder}/{path}/{layout.chunk_key(index)}"
+        if self._known_index(path, layout, index) is not None:
+            return None
+        return self._key(path, layout, index), 0, layout.shard_index_bytes
+
+    def set_index(self, path: str, index: int, data: bytes) -> None:
+        """Note the index of the shard that holds a chunk, as it was read from `index_place`.
+
+        Raises:
+            ChunkError: It is damaged.
+        """
+        layout = self.record.layouts[path]
+        with self._named(path, layout, index):
+            self._learn_index(path, layout, index, data)
+
+    def chunk_place(self, path: str, index: int) -> tuple[Place, bool] | None:
+        """Where a chunk is stored, and whether it stays there; None if that is not known without a request.
+
+        A part-filled chunk of a shard may be elsewhere after the next commit: check it before you use it.
+        """
+        layout = self.record.layouts.get(path)
+        if layout is None:
+            return None
+        key = self._key(path, layout, index)
+        if layout.shard_rows is None:
+            return (key, 0, None), True
+        if self._known_index(path, layout, index) is None:
+            return None
+        with self._named(path, layout, index):
+            (start, stop), is_final = self._place_in_shard(path, layout, index)
+        return (key, start, stop), is_final
 
     def can_map(self, path: str) -> bool:
         """Whether chunks of an array can be mapped with `map_object`: they are raw, in files of this machine."""
@@ -230,7 +262,7 @@ class StreamReader:
         layout = self.record.layouts[path]
         first = number * layout.chunks_per_shard
         with self._named(path, layout, first):
-            file = self._storage.map_object(f"{self.record.folder}/{path}/{layout.chunk_key(first)}")
+            file = self._storage.map_object(self._key(path, layout, first))
             if layout.shard_rows is None:
                 return MappedObject(file, np.array([[0, len(file.data)]], np.uint64))
             n_bytes = layout.shard_index_bytes
@@ -289,7 +321,7 @@ class StreamReader:
             raise ChunkError(f"{name}: {error}", self.record.id, *rows) from error
 
     def _chunk_bytes(self, path: str, layout: ArrayLayout, index: int) -> bytes:
-        key = f"{self.record.folder}/{path}/{layout.chunk_key(index)}"
+        key = self._key(path, layout, index)
         if layout.shard_rows is None:
             return self._storage.get(key)
         place, is_final = self._place_in_shard(path, layout, index)
@@ -315,13 +347,22 @@ class StreamReader:
         self, path: str, layout: ArrayLayout, index: int, *, is_fresh: bool = False
     ) -> tuple[Array, int]:
         """The index of the shard that holds a chunk, and how many rows the array had when it was read."""
-        shard = index // layout.chunks_per_shard
-        known, stop = self._shard_indexes.get((path, shard)), (index + 1) * layout.chunk_rows
-        if is_fresh or known is None or known[1] < min(stop, self.record.length(path)):
-            key = f"{self.record.folder}/{path}/{layout.chunk_key(index)}"
-            start = 0 if layout.index_at_start else self._storage.size(key) - layout.shard_index_bytes
-            data = self._storage.get_range(key, max(0, start), max(0, start) + layout.shard_index_bytes)
-            known = self._shard_indexes[path, shard] = layout.decode_shard_index(data), self.record.length(path)
+        known = None if is_fresh else self._known_index(path, layout, index)
+        if known is None:
+            key = self._key(path, layout, index)
+            start = 0 if layout.index_at_start else max(0, self._storage.size(key) - layout.shard_index_bytes)
+            data = self._storage.get_range(key, start, start + layout.shard_index_bytes)
+            known = self._learn_index(path, layout, index, data)
+        return known
+
+    def _known_index(self, path: str, layout: ArrayLayout, index: int) -> tuple[Array, int] | None:
+        known = self._shard_indexes.get((path, index // layout.chunks_per_shard))
+        n_rows = min((index + 1) * layout.chunk_rows, self.record.length(path))
+        return known if known is not None and known[1] >= n_rows else None
+
+    def _learn_index(self, path: str, layout: ArrayLayout, index: int, data: bytes) -> tuple[Array, int]:
+        known = layout.decode_shard_index(data), self.record.length(path)
+        self._shard_indexes[path, index // layout.chunks_per_shard] = known
         return known
 
     def read_spans(self, start: int = 0) -> Spans:
@@ -341,6 +382,10 @@ class StreamReader:
 
     def read_text(self, start: int, stop: int) -> bytes:
         return self.read_rows("spans/text", start, stop).tobytes()
+
+    def _key(self, path: str, layout: ArrayLayout, index: int) -> str:
+        """Key of the object that holds a chunk."""
+        return f"{self.record.folder}/{path}/{layout.chunk_key(index)}"
 
     def _name(self, path: str) -> str:
         return f"{self._storage.display}: stream '{self.record.id}', array '{path}'"

@@ -297,9 +297,19 @@ class StorageConformance:
         storage.put_many([Put(key, lambda: b"new", version) for key, version in versions.items()])
         assert storage.get_many(list(versions)) == [b"new"] * 3
 
+    def test_ranges_and_whole_objects_come_in_one_wave(self, storage: Storage) -> None:
+        for i in range(3):
+            storage.put(f"r/{i}", _make_bytes(1000 + i))
+        places = [("r/1", 5, 25), ("r/0", 0, None), ("r/1", 0, 1001), ("r/2", 990, 1002), ("r/1", 5, 6)]
+        expected = [_make_bytes(1000 + int(key[-1]))[start:stop] for key, start, stop in places]
+        assert storage.get_ranges(places) == expected
+        with pytest.raises(FileNotFoundError):
+            storage.get_ranges([("r/0", 0, 2), ("r/9", 0, 2)])
+
     def test_an_empty_wave_does_nothing(self, storage: Storage) -> None:
         assert storage.put_many([]) == {}
         assert storage.get_many([]) == []
+        assert storage.get_ranges([]) == []
 
     def test_a_wave_with_errors_raises_the_first_once_the_others_have_ended(self, storage: Storage) -> None:
         has_failed, made = threading.Event(), list[int]()

@@ -1,0 +1,111 @@
+"""Chunks over a network: a batch takes one wave of requests, and one more for indexes of shards that are new."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import trajstore
+from tests.cache.test_cache import check, everything
+from tests.sampling.test_batch_iterator import FIELDS, write
+from tests.support.faulty import through
+from trajstore import CorruptionError, Reader, Schema, Windows
+from trajstore.storage import FsspecStorage, Place
+
+SHARDED = {path: replace(field, shard_rows=4 * field.chunk_rows) for path, field in FIELDS.items()}  # type: ignore[operator]
+
+
+class FarStorage(FsspecStorage):
+    """An object store in memory that counts waves, and requests outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__(f"memory://far-{uuid.uuid4().hex}", {})
+        self.is_remote = True
+        self.waves: list[int] = []
+        self.n_single = 0
+        self._in_wave = False
+
+    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+        self.waves += [len(places)] * bool(places)
+        self._in_wave = True
+        try:
+            return super().get_ranges(places)
+        finally:
+            self._in_wave = False
+
+    def get(self, key: str) -> bytes:
+        self.n_single += not self._in_wave
+        return super().get(key)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        self.n_single += not self._in_wave
+        return super().get_range(key, start, stop)
+
+
+def far_store(fields: Any, lengths: list[int]) -> tuple[FarStorage, trajstore.Store, trajstore.Writer]:
+    storage = FarStorage()
+    with through(storage):
+        store = trajstore.create("memory://far", Schema(fields))
+    writer = store.writer(commit_seconds=None)
+    write(writer, lengths)
+    store.refresh()
+    return storage, store, writer
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd:1"])
+def test_a_cold_batch_takes_a_wave_of_indexes_and_a_wave_of_chunks(codec: str) -> None:
+    fields = {path: replace(field, codec=codec) for path, field in SHARDED.items()}
+    storage, store, _ = far_store(fields, [6] * 20)
+    reader = Reader(store)
+    storage.waves.clear()
+    storage.n_single = 0
+    check(reader.sample(200, Windows()))
+    assert storage.waves == [8 + 4, 30 + 15]
+    check(reader.sample(200, Windows()))
+    assert (len(storage.waves), storage.n_single) == (2, 0)
+
+
+def test_a_cache_that_is_too_small_for_a_batch_asks_for_nothing_alone() -> None:
+    storage, store, _ = far_store(SHARDED, [6] * 20)
+    reader = Reader(store, cache_bytes=1)
+    storage.n_single = 0
+    for _ in range(3):
+        check(reader.sample(200, Windows()))
+    assert storage.n_single == 0
+
+
+def test_flat_columns_take_one_wave() -> None:
+    storage, store, _ = far_store(FIELDS, [6] * 20)
+    reader = Reader(store)
+    storage.waves.clear()
+    storage.n_single = 0
+    check(reader.sample(200, Windows()))
+    assert len(storage.waves) == 1
+    assert storage.n_single == 0
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd:1", "blosc-lz4"])
+def test_a_shard_that_grows_between_refreshes_is_read_right(codec: str) -> None:
+    fields = {path: replace(field, codec=codec) for path, field in SHARDED.items()}
+    _, store, writer = far_store(fields, [3])
+    reader, stale = Reader(store, cache_bytes=1), Reader(store, cache_bytes=1)
+    for k in range(1, 25):
+        write(writer, [1 + k % 5], first=k)
+        check(stale.sample(8, Windows()))  # shows the first commit only; its shard was replaced
+        reader.refresh()
+        everything(reader)
+
+
+def test_a_damaged_index_is_named() -> None:
+    storage, store, _ = far_store(SHARDED, [6] * 20)
+    key = next(key for key in storage.list_tree("streams") if "/steps/obs/c.1." in key)
+    data = bytearray(storage.get(key))
+    data[3] ^= 1
+    storage.delete([key])
+    storage.put(key, bytes(data))
+    with pytest.raises(CorruptionError, match=r"steps/obs.*chunk 4 \(rows 16 to 20\)"):
+        Reader(store).sample(200, Windows())
