@@ -112,7 +112,7 @@ def main() -> None:
         report.ratio(f"{kind}: raw over disk, worst game", min(ratios), 40)
         best = max((layout for layout in means if layout.startswith(f"{kind} zstd:1")), key=means.__getitem__)
         default = trajstore.format.array_layout.chunk_rows_for(
-            trajstore.Field("uint8", tuple(map(int, kind.split("x")))), None
+            trajstore.Field("uint8", tuple(map(int, kind.split("x")))), is_compressed=True
         )
         report.notes.append(f"{kind}: {best} is smallest with zstd:1; the default is {default} rows a chunk")
     report.notes.append("all games: geometric mean of the games' ratios, medians of their speeds; fsync off")

@@ -76,7 +76,7 @@ def test_few_rows_are_not_taken_for_a_sample() -> None:
     schema = Schema({"wide": Field("float32", (64,)), "narrow": Field("uint8")})
     for n, measured in ((63, set()), (64, {"wide"}), (1023, {"wide"}), (1024, {"wide", "narrow"})):
         rows = {"wide": NewRows(np.zeros((n, 64), np.float32)), "narrow": NewRows(np.zeros(n, np.uint8))}
-        assert set(sample_rows(schema, rows, None).shares) == measured
+        assert set(sample_rows(schema, rows, KnownRows()).shares) == measured
 
 
 def test_a_sample_is_bounded_and_spread_over_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_a_sample_is_bounded_and_spread_over_all_rows(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ArrayLayout, "encode", lambda self, rows: n_bytes.append(rows.nbytes) or encode(self, rows))
     values = RNG.integers(0, 256, (1 << 22, 4)).astype(np.uint8)
     values[: 1 << 21] = 0  # half of the rows are zeros: a sample of the first ones would say so of all
-    known = sample_rows(Schema({"x": Field("uint8", (4,))}), {"x": NewRows(values)}, None)
+    known = sample_rows(Schema({"x": Field("uint8", (4,))}), {"x": NewRows(values)}, KnownRows())
     assert sum(n_bytes) == MIB
     assert 0.45 < known.shares["x"] < 0.55
 
@@ -94,8 +94,8 @@ def test_rows_are_sampled_in_the_order_in_which_they_are_stored() -> None:
     schema = Schema({"x": Field("uint8", (84, 84))})
     frames = RNG.integers(0, 256, (2, 84, 84)).astype(np.uint8)
     rows = np.tile(frames, (128, 1, 1))  # every second row is the same frame
-    mixed = sample_rows(schema, {"x": NewRows(rows[RNG.permutation(256)])}, None).shares["x"]
-    sorted_ = sample_rows(schema, {"x": NewRows(rows, np.argsort(np.arange(256) % 2))}, None).shares["x"]
+    mixed = sample_rows(schema, {"x": NewRows(rows[RNG.permutation(256)])}, KnownRows()).shares["x"]
+    sorted_ = sample_rows(schema, {"x": NewRows(rows, np.argsort(np.arange(256) % 2))}, KnownRows()).shares["x"]
     assert sorted_ < mixed
 
 
@@ -205,3 +205,13 @@ def test_a_writer_that_dies_between_new_layouts_and_their_record_leaves_a_sound_
     assert node["codecs"] != read_record(root, writer.stream).nodes()["steps/x"]["codecs"]
     assert verify(root).is_clean
     assert len(trajstore.open(root)) == 0
+
+
+@pytest.mark.parametrize("mib", [1, 8, 64, 1024])
+def test_objects_in_memory_are_bounded_by_the_buffer(mib: int) -> None:
+    """Small buffers get small objects, down to the least size; large ones not more than 8 MiB."""
+    fields = {f"field_{i}": Field("float32", (64,)) for i in range(6)}
+    known = KnownRows(1 << 20, buffer_bytes=mib << 20)
+    sizes = [layout.object_rows * layout.row_bytes for layout in column_layouts(Schema(fields), known).values()]
+    assert all(size <= max(256 << 10, min(8 << 20, (mib << 20) // 8) * 1.5) for size in sizes)
+    assert sum(sizes) <= max(6 * (256 << 10), min(32 << 20, (mib << 20) // 2) * 1.5)

@@ -31,6 +31,12 @@ SCHEMA = Schema(
 )
 
 
+@pytest.fixture(autouse=True)
+def unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are mapped are read without requests; these tests count them."""
+    monkeypatch.setattr("trajstore.storage.local.can_map_files", lambda _: False)
+
+
 class Requests:
     """Counts what is read, by key and kind of request."""
 

@@ -13,10 +13,11 @@ from trajstore.schema import Field, Schema
 # uncompressed chunks is many times faster. Measured shares: noise and the states of control tasks 0.80 to 0.95,
 # float64 made of float32 0.50, discrete actions and sparse rewards 0.05 to 0.25, Atari frames below 0.06.
 MAX_STORED_SHARE = 0.6
-# A commit writes the last, part-filled object of every column again. These bound how much that is.
-_OBJECT_BYTES = 8 << 20
+# A commit writes the last, part-filled object of every column again. These bound how much that is. Several objects
+# are in memory at a time, so with a small buffer they are smaller.
+_OBJECT_BYTES, _OBJECTS_OF_BUFFER = 8 << 20, 8
+_LAST_OBJECTS_BYTES = 32 << 20  # and at most half of the buffer
 _DECODED_OBJECT_BYTES = 64 << 20
-_LAST_OBJECTS_BYTES = 32 << 20
 _COMMITS_PER_OBJECT = 32
 _MAX_CHUNKS_PER_OBJECT = 1024
 # However small the commits are, an object is not smaller than this, decoded.
@@ -33,11 +34,13 @@ class KnownRows:
         commit_steps: Rows after which the writer commits; None: not by count.
         shares: By field: stored bytes of a sample, compressed, divided by its bytes. Fields with too few rows to
             tell are missing.
+        buffer_bytes: Memory for steps that are not durable. Objects in memory are bounded in proportion to it.
     """
 
     n_rows: int = 0
     commit_steps: int | None = None
     shares: Mapping[str, float] = field(default_factory=dict)
+    buffer_bytes: int = 64 << 20
 
 
 def column_layouts(schema: Schema, known: KnownRows) -> dict[str, ArrayLayout]:
@@ -48,10 +51,12 @@ def column_layouts(schema: Schema, known: KnownRows) -> dict[str, ArrayLayout]:
         for path, layout in flat.items()
     }
     total = sum(math.sqrt(n) for n in stored.values())
+    object_bytes = min(_OBJECT_BYTES, known.buffer_bytes // _OBJECTS_OF_BUFFER)
+    last_bytes = min(_LAST_OBJECTS_BYTES, known.buffer_bytes // 2)
     layouts = {}
     for path, spec in schema.fields.items():
         # Sizes in proportion to the square root of a row's bytes give the fewest objects for a sum of sizes.
-        n_bytes = min(_OBJECT_BYTES, _LAST_OBJECTS_BYTES * math.sqrt(stored[path]) / total)
+        n_bytes = min(object_bytes, last_bytes * math.sqrt(stored[path]) / total)
         layouts[path] = flat[path]
         if spec.chunk_rows is None:
             rows = _object_rows(spec, flat[path].chunk_rows, n_bytes / stored[path], known)

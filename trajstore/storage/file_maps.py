@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 _PROT_READ, _MAP_SHARED = 1, 1
 _RANDOM, _WILL_NEED = 1, 3  # advice, the same on Linux and macOS
@@ -41,36 +40,36 @@ class FileMap:
 
     Attributes:
         address: Memory address of the first byte; valid as long as this object exists.
-        data: The bytes, read-only. Use it only while this object exists.
+        size: Number of bytes.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.address = 0
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
-            self._size = os.fstat(descriptor).st_size
-            self.data: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
-            if self._size:
+            self.size = os.fstat(descriptor).st_size
+            if self.size:
                 self._map(descriptor)
         finally:
             os.close(descriptor)
 
     def _map(self, descriptor: int) -> None:
         libc = _libc()
-        address = libc.mmap(None, self._size, _PROT_READ, _MAP_SHARED, descriptor, 0)
+        address = libc.mmap(None, self.size, _PROT_READ, _MAP_SHARED, descriptor, 0)
         if address in (None, _FAILED):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         self.address = int(address)
         self._unmap = libc.munmap  # found here: modules may be gone when the interpreter ends
         # Rows are read in random order: the system need not read ahead.
-        libc.madvise(self.address, self._size, _RANDOM)
-        self.data = np.ctypeslib.as_array((ctypes.c_uint8 * self._size).from_address(self.address))
-        self.data.flags.writeable = False
+        libc.madvise(self.address, self.size, _RANDOM)
 
     def view(self, start: int, stop: int) -> memoryview:
-        """The bytes from ``start`` to ``stop``. Use it only while this object exists."""
-        return self.data.data[start:stop]
+        """The bytes from ``start`` to ``stop``, read-only. The file stays mapped as long as the view exists."""
+        if not self.size:
+            return memoryview(b"")
+        whole: Any = np.asarray(_MappedBytes(self))
+        return memoryview(whole)[start:stop]
 
     def prefetch(self, start: int, stop: int) -> None:
         """Let the system read bytes from the disk, without waiting for it."""
@@ -79,7 +78,16 @@ class FileMap:
 
     def __del__(self) -> None:
         if self.address:
-            self._unmap(self.address, self._size)
+            self._unmap(self.address, self.size)
+
+
+class _MappedBytes:
+    """What numpy makes an array of; the array keeps this, and this the mapped file."""
+
+    def __init__(self, file: FileMap) -> None:
+        self._file = file
+        data = file.address, True  # read-only
+        self.__array_interface__ = {"version": 3, "shape": (file.size,), "typestr": "|u1", "data": data}
 
 
 def can_map_files(directory: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trajstore.schema import Array
 
-MAX_BYTES = 64 << 20
+MAX_BYTES = 16 << 20
 
 ChunkKey = tuple[str, str, int]  # stream, path of the array, number of the chunk
 

@@ -12,7 +12,7 @@ from trajstore.format.array_layout import ArrayLayout
 from trajstore.schema import Array
 from trajstore.storage import Storage
 
-_MAX_PIECE_BYTES = 32 << 20  # decoded, so that a few threads hold little
+_MAX_PIECE_BYTES = 4 << 20  # decoded, so that a few threads hold little
 _MAX_GAP_BYTES = 64 << 10  # bytes that are read in vain rather than with another request
 _MAX_OFFSET = 1 << 62
 
@@ -75,7 +75,7 @@ class ImpossibleChunkError(CorruptionError):
 
 
 def pieces(layout: ArrayLayout, start: int, stop: int) -> Iterator[ShardPiece]:
-    """Divide chunks ``[start, stop)`` into pieces of at most one shard and about 32 MiB."""
+    """Divide chunks ``[start, stop)`` into pieces of at most one shard and about 4 MiB."""
     per_shard = layout.chunks_per_shard
     most = max(1, min(per_shard, _MAX_PIECE_BYTES // max(1, layout.chunk_bytes)))
     while start < stop:

@@ -349,7 +349,7 @@ class Snapshot:
 
         Fields with a final value have one row more than the others if the episode has its final values and ``stop``
         reaches its end. bfloat16 is returned as float32, which holds it exactly. Episodes that are read in order
-        read each chunk once: the snapshot keeps the chunks that reads ended in, up to 64 MiB.
+        read each chunk once: the snapshot keeps the chunks that reads ended in, up to 16 MiB.
 
         Args:
             episode: Its row in `episodes`, or its key.

@@ -172,6 +172,8 @@ class StreamReader:
 
     def _read_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
         """The encoded chunks of a piece."""
+        if self._storage.can_map:
+            return self._map_piece(path, layout, piece)
         key, last = self._key(path, layout, piece.start), piece.stop - 1
         try:
             with self._named(path, layout, piece.start):
@@ -186,6 +188,12 @@ class StreamReader:
             with self._named(path, layout, last):
                 chunks[-1] = memoryview(self._chunk_bytes(path, layout, last))
         return chunks
+
+    def _map_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
+        mapped = self.map_object(path, piece.start // layout.chunks_per_shard)
+        places = [self.find_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
+        mapped.file.prefetch(min(places)[0], max(stop for _, stop in places))
+        return [mapped.file.view(*place) for place in places]
 
     def _decode_new(self, path: str, layout: ArrayLayout, index: int, data: memoryview) -> Array:
         with self._named(path, layout, index):
@@ -264,17 +272,17 @@ class StreamReader:
         with self._named(path, layout, first):
             file = self._storage.map_object(self._key(path, layout, first))
             if layout.shard_rows is None:
-                return MappedObject(file, np.array([[0, len(file.data)]], np.uint64))
+                return MappedObject(file, np.array([[0, file.size]], np.uint64))
             n_bytes = layout.shard_index_bytes
-            start = 0 if layout.index_at_start else max(0, len(file.data) - n_bytes)
-            return MappedObject(file, layout.decode_shard_index(file.data[start : start + n_bytes].tobytes()))
+            start = 0 if layout.index_at_start else max(0, file.size - n_bytes)
+            return MappedObject(file, layout.decode_shard_index(bytes(file.view(start, start + n_bytes))))
 
     def find_chunk(self, path: str, index: int, mapped: MappedObject) -> tuple[int, int]:
         """Where a chunk begins and ends in its mapped object, its checksum included."""
         layout = self.record.layouts[path]
         start, size = (int(n) for n in mapped.index[index % layout.chunks_per_shard])
         with self._named(path, layout, index):
-            layout.check_place(start, size, len(mapped.file.data))
+            layout.check_place(start, size, mapped.file.size)
         return start, start + size
 
     def check_chunk(self, path: str, index: int, data: memoryview) -> None:

@@ -140,7 +140,7 @@ class ArrayAppender:
         layout, source = self._layout, NewRows(_as_bytes(new.source), new.order)
         n_bytes = layout.chunk_bytes + CRC_BYTES
         sizes = (*old.sizes, *(n_bytes for _ in chunks))
-        shard = np.empty(layout.shard_index_bytes + len(sizes) * n_bytes, np.uint8)
+        shard = HostMemory(layout.shard_index_bytes + len(sizes) * n_bytes).array
         data, at = memoryview(shard), layout.shard_index_bytes  # type: ignore[arg-type]
         shard[:at] = np.frombuffer(layout.encode_shard_index(sizes), np.uint8)
         shard[at : at + len(old.encoded)] = np.frombuffer(old.encoded, np.uint8)
@@ -193,7 +193,7 @@ def _as_bytes(rows: Array) -> Array:
 
 def _joined(parts: Sequence[bytes | memoryview]) -> memoryview:
     """All parts in one buffer; unlike ``bytes.join``, copies without the GIL."""
-    joined = np.empty(sum(map(len, parts)), np.uint8)
+    joined = HostMemory(sum(map(len, parts))).array
     at = 0
     for part in parts:
         joined[at : at + len(part)] = np.frombuffer(part, np.uint8)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from trajstore.arguments import parse_bytes
+from trajstore.format.column_layouts import KnownRows
 from trajstore.format.commit_record import CommitRecord, SessionView, stream_layouts
 from trajstore.format.ids import new_id
 from trajstore.schema import Schema
@@ -80,7 +81,10 @@ class OpenStream:
             **options.recorded,
             view=self.pipeline.view,
         )
-        return StreamAppender(self._storage, record, self._settle_schema, options.commit_steps)
+        known = KnownRows(
+            commit_steps=options.commit_steps, buffer_bytes=parse_bytes(options.buffer_bytes, "buffer_bytes")
+        )
+        return StreamAppender(self._storage, record, self._settle_schema, known)
 
     # ---- the end
 

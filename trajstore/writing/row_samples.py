@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,18 +17,18 @@ _LEAST_ROWS = 64
 _LEAST_BYTES = 1 << 10
 
 
-def sample_rows(schema: Schema, rows: Mapping[str, NewRows], commit_steps: int | None) -> KnownRows:
+def sample_rows(schema: Schema, rows: Mapping[str, NewRows], known: KnownRows) -> KnownRows:
     """What the rows of a first commit tell about a stream; the same for the same rows.
 
     Args:
         schema: The fields.
         rows: The rows, by field.
-        commit_steps: Rows after which the writer commits; None: not by count.
+        known: What was known before.
     """
     shares = {
         path: share for path, spec in schema.fields.items() if (share := _share(spec, rows[path])) is not None
     }
-    return KnownRows(max(map(len, rows.values()), default=0), commit_steps, shares)
+    return replace(known, n_rows=max(map(len, rows.values()), default=0), shares=shares)
 
 
 def _share(spec: Field, rows: NewRows) -> float | None:

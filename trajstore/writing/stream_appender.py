@@ -10,6 +10,7 @@ import numpy as np
 
 from trajstore.errors import ConflictError, FormatError, SchemaError
 from trajstore.format.array_layout import ArrayLayout
+from trajstore.format.column_layouts import KnownRows
 from trajstore.format.commit_record import CommitRecord, DerivedColumnState, DerivedColumnStates, stream_layouts
 from trajstore.format.step_bytes import StepBytes
 from trajstore.format.zarr_json import to_json_bytes
@@ -35,13 +36,13 @@ class StreamAppender:
         storage: Storage,
         record: CommitRecord,
         settle_schema: Callable[[Schema], None],
-        commit_steps: int | None = None,
+        known: KnownRows | None = None,
     ) -> None:
         self.record = record
         self.step_bytes = StepBytes()
         self._storage = storage
         self._settle_schema = settle_schema
-        self._commit_steps = commit_steps
+        self._known = known or KnownRows()  # about rows, before there are any
         self._record_version = ABSENT
         self._is_created = False  # whether the stream exists in the storage
         self._are_nodes_put = False  # whether the metadata of its groups and arrays is what the record says
@@ -88,7 +89,7 @@ class StreamAppender:
     def _choose_layouts(self, batch: CommitBatch) -> None:
         """Choose the layouts of the steps by the first rows; a stream without rows may have been published."""
         schema = self.record.schema
-        chosen = stream_layouts(schema, sample_rows(schema, batch.rows, self._commit_steps))
+        chosen = stream_layouts(schema, sample_rows(schema, batch.rows, self._known))
         changed = {path: layout for path, layout in chosen.items() if layout != self.record.layouts[path]}
         if changed:
             self.record = replace(self.record, layouts={**self.record.layouts, **changed})
