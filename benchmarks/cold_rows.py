@@ -149,7 +149,18 @@ def limited(run: Run, n_steps: int) -> None:
                 fact(run, f"{BATCH} transitions, data three times the memory, {who}: ms", found["ms"])
                 fact(run, f"{BATCH} transitions, data three times the memory, {who}: MB read", found["mb"])
         finally:
+            remove(group)
+
+
+def remove(group: Path) -> None:
+    """Remove a control group; for a moment after its last process ended, it is still in use."""
+    for _ in range(100):
+        try:
             group.rmdir()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
 
 
 def in_group(group: Path, who: str, directory: Path) -> dict[str, float]:
@@ -191,9 +202,9 @@ def child(who: str, directory: Path, group: Path, n_batches: int = 200) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, help="of state; a million unless given")
-    parser.add_argument("--frames", type=int, help="of 84x84 bytes; 100,000 unless given")
-    parser.add_argument("--limited-steps", type=int, help="of state, with little memory; 8 million unless given")
+    parser.add_argument("--steps", type=int, help="of state; a million unless given, 0 for none")
+    parser.add_argument("--frames", type=int, help="of 84x84 bytes; 100,000 unless given, 0 for none")
+    parser.add_argument("--limited-steps", type=int, help="of state, with little memory; 8 million unless given, 0 for none")
     parser.add_argument("--rounds", type=int, help="that every case runs for; 7 unless given")
 
 
@@ -209,9 +220,11 @@ def main() -> None:
     report = Report("cold_rows", str(__doc__), args.small)
     rounds = args.rounds or (1 if args.small else 7)
     run = Run(report, n_state, rounds, (1,), turn_s=0.0 if args.small else 0.05)
-    warm(run, "state transitions", state_columns(n_state), 2.0)
-    warm(run, "frame transitions", frame_columns(n_frames), 1.0)
-    if not args.small:
+    if n_state:
+        warm(run, "state transitions", state_columns(n_state), 2.0)
+    if n_frames:
+        warm(run, "frame transitions", frame_columns(n_frames), 1.0)
+    if n_limited and not args.small:
         limited(run, n_limited)
     report.notes.append(
         f"a cache of one part in {CACHE_SHARE}; frames are Breakout's, at most 20,000 different ones"
