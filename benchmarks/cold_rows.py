@@ -204,7 +204,9 @@ def child(who: str, directory: Path, group: Path, n_batches: int = 200) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="of state; a million unless given, 0 for none")
     parser.add_argument("--frames", type=int, help="of 84x84 bytes; 100,000 unless given, 0 for none")
-    parser.add_argument("--limited-steps", type=int, help="of state, with little memory; 8 million unless given, 0 for none")
+    parser.add_argument(
+        "--limited-steps", type=int, help="of state, with little memory; 8 million unless given, 0 for none"
+    )
     parser.add_argument("--rounds", type=int, help="that every case runs for; 7 unless given")
 
 
