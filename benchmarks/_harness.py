@@ -278,6 +278,16 @@ def filesystem(path: Path) -> str:
     return f"{kind} at {mount}"
 
 
+def forget_pages(directory: Path) -> None:
+    """Drop the files' clean pages from the page cache, as far as the system does so when asked."""
+    os.sync()
+    for path in directory.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
 def tree_bytes(path: Path) -> int:
     """Bytes of all files below a directory."""
     return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())

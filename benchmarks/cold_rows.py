@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from _atari import frames
 from _comparison import Run, Target, summary
-from _harness import Report, arguments, scratch, tree_bytes
+from _harness import Report, arguments, forget_pages, scratch, tree_bytes
 from _peers import OURS, TORCHRL, Actions
 from rich.console import Console
 
@@ -144,23 +144,13 @@ def limited(run: Run, n_steps: int) -> None:
             run.report.notes.append("no control group could be made: reads with little memory were not measured")
             return
         try:
-            forget_cached(directory)
+            forget_pages(directory)  # what the group reads then counts as its memory
             for who in (OURS, MEMMAP) if run.has(TORCHRL) else (OURS,):
                 found = in_group(group, who, directory)
                 fact(run, f"{BATCH} transitions, memory for a third of our bytes, {who}: ms", found["ms"])
                 fact(run, f"{BATCH} transitions, memory for a third of our bytes, {who}: MB read", found["mb"])
         finally:
             remove(group)
-
-
-def forget_cached(directory: Path) -> None:
-    """Drop files from the page cache: what the group reads then counts as the group's memory."""
-    os.sync()
-    for file in directory.rglob("*"):
-        if file.is_file():
-            descriptor = os.open(file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def remove(group: Path) -> None:

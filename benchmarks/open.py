@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from _harness import Case, Report, arguments, scratch, stopwatch
+from _harness import Case, Report, arguments, forget_pages, scratch, stopwatch
 
 import trajstore
 
@@ -30,16 +29,6 @@ def fill(directory: Path, n_episodes: int, n_steps: int) -> float:
         for _ in range(n_episodes // n_envs):
             writer.append_rollout(data, terminated=ends)
     return time.perf_counter() - start
-
-
-def forget_pages(directory: Path) -> None:
-    """Drop the files' clean pages from the page cache, as far as the system does so when asked."""
-    os.sync()
-    for path in directory.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
 
 
 def timed(action: Callable[[], object]) -> float:

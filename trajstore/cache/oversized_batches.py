@@ -113,7 +113,7 @@ class OversizedBatches:
         for i, (s, p) in enumerate(zip(source.tolist(), page.tolist(), strict=True)):
             reader = self._loader.readers[s]
             assert reader is not None  # the index has rows of this stream, so it exists
-            size = (reader.chunk_rows(f"steps/{column.path}") or column.page_rows) // column.page_rows
+            size = reader.pages_per_chunk(f"steps/{column.path}", column.page_rows)
             job = jobs.get((s, p // size))
             if job is None:
                 job = jobs[s, p // size] = ((reader, column.path, p // size), size, [])

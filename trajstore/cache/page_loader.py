@@ -103,7 +103,7 @@ class _Claim:
         for view, s, p in zip(views, source.tolist(), page.tolist(), strict=True):
             reader = readers[s]
             assert reader is not None  # the index has rows of this stream, so it exists
-            pages_per_chunk = (reader.chunk_rows(f"steps/{column.path}") or column.page_rows) // column.page_rows
+            pages_per_chunk = reader.pages_per_chunk(f"steps/{column.path}", column.page_rows)
             number, position = divmod(p, pages_per_chunk)
             job = jobs.get((s, number))
             if job is None:

@@ -78,7 +78,7 @@ class PageMapper:
         for i, (s, p) in enumerate(zip(source.tolist(), page.tolist(), strict=True)):
             reader = readers[s]
             assert reader is not None  # the index has rows of this stream, so it exists
-            pages_per_chunk = (reader.chunk_rows(f"steps/{column.path}") or column.page_rows) // column.page_rows
+            pages_per_chunk = reader.pages_per_chunk(f"steps/{column.path}", column.page_rows)
             number, position = divmod(p, pages_per_chunk)
             chunk = chunks.get((s, number))
             if chunk is None:

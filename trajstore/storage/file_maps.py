@@ -19,7 +19,7 @@ _PROT_READ, _MAP_SHARED = 1, 1
 _RANDOM, _WILL_NEED = 1, 3  # advice, the same on Linux and macOS
 _FAILED = ctypes.c_void_p(-1).value
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
-# A file that another machine deletes or cuts off is an error at each read on these, never a lost process.
+# On others, another machine may take a mapped file away, and the next access to it would end the process.
 _LOCAL_SYSTEMS = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "tmpfs", "ramfs", "overlay"}
 )

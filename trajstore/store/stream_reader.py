@@ -78,6 +78,10 @@ class StreamReader:
         """Rows in a chunk of an array; None if the stream lacks the field, so that it has no chunks."""
         return None if path in self._fill_rows else self.record.layouts[path].chunk_rows
 
+    def pages_per_chunk(self, path: str, page_rows: int) -> int:
+        """How many pages of a cache a chunk has; 1 if the stream lacks the field."""
+        return (self.chunk_rows(path) or page_rows) // page_rows
+
     def fill(self, path: str, out: Array) -> bool:
         """Write the fill value to ``out`` if the stream lacks the field; returns whether it does."""
         row = self._fill_rows.get(path)
