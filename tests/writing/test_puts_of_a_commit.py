@@ -25,21 +25,24 @@ def steps(rng: np.random.Generator) -> dict[str, np.ndarray[tuple[int, ...], np.
     return {path: rng.standard_normal((N_ENVS, *spec.shape), np.float32) for path, spec in FIELDS.items()}
 
 
-def test_a_commit_of_six_fields_is_at_most_ten_puts(tmp_path: Path) -> None:
+def test_a_commit_of_six_fields_is_at_most_ten_puts_on_average(tmp_path: Path) -> None:
     storage, rng = FaultyStorage(real_storage(str(tmp_path / "store"))), np.random.default_rng(0)
     with through(storage):
         store = trajstore.create("store", Schema(FIELDS))
     with store.writer(commit_seconds=None) as writer:
         counts = []
-        for _ in range(20):
+        for _ in range(41):
             for _ in range(50):
                 writer.append(steps(rng), envs=range(N_ENVS))
             before = storage.n_calls("put")
             writer.commit()
             counts.append(storage.n_calls("put") - before)
-        # The first one creates the stream. Later a shard may be filled, and the next one begun, in the same commit.
-        assert max(counts[1:]) <= 10
-        assert counts[1:].count(9) >= 10  # six fields, two arrays of spans, the record
+        # The first one creates the stream. Later most are six fields, two arrays of spans and the record; a column
+        # whose object is filled, and the next one begun, takes two. All objects have a power of two of rows, so
+        # that can be all columns at once.
+        assert sum(counts[1:]) / len(counts[1:]) <= 10
+        assert max(counts[1:]) <= 15
+        assert counts[1:].count(9) >= 20
 
 
 def test_a_gigabyte_of_state_would_be_two_hundred_objects(tmp_path: Path) -> None:
