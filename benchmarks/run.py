@@ -19,6 +19,7 @@ BENCHMARKS = (
     "windows",
     "loops",
     "cold_rows",
+    "pack",
     "misses",
     "priorities",
     "replay",

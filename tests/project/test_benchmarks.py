@@ -85,6 +85,13 @@ EXPECTED["cold_rows"] = [
     "256 frame transitions, warm, ours, 1 thread",
     "state transitions: objects for each GB",
 ]
+EXPECTED["pack"] = [
+    "state, written",
+    "state, packed",
+    "state, read in order, cold, packed",
+    "state: objects",
+    "state: memory of pack",
+]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 
 pytestmark = [

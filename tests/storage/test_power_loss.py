@@ -641,6 +641,36 @@ def columns(ledger: Ledger) -> None:
         writer.close()
 
 
+@workload
+def packing(ledger: Ledger) -> None:
+    """A finished stream and a checkpoint of it are packed, the original removed, and both again."""
+    with ledger.promising():
+        buffer = ReplayBuffer(ledger.url, priorities=Priorities(alpha=0.6), **BUFFER)
+    for turn in range(3):
+        with ledger.promising():
+            fill(ledger, buffer, 4, last=turn)
+            buffer.flush()
+    with ledger.promising():
+        set_priorities(buffer, 5)
+        ledger.save(buffer, "one")
+    with ledger.promising():
+        ledger.cut()
+        buffer.close()
+    for options in ({}, {"chunk_bytes": 16}):
+        with ledger.promising():
+            assert trajstore.pack(ledger.url, **options).packed
+        with ledger.promising():
+            assert trajstore.pack(ledger.url, wait=True, grace_s=0).removed
+    with ledger.promising():
+        ledger.abandon("one")
+        again = ReplayBuffer.resume(ledger.url, "one")
+        fill(ledger, again, 2)
+        again.flush()
+    with ledger.promising():
+        ledger.cut()
+        again.close()
+
+
 # ---- the promise ------------------------------------------------------------------------------------------
 
 

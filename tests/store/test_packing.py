@@ -299,6 +299,14 @@ def test_a_dry_run_says_what_would_be_packed_and_changes_nothing(local: Place) -
     ]
 
 
+@pytest.mark.parametrize("grace_s", [-1.0, float("inf"), float("nan")])
+def test_a_grace_time_that_is_none_is_refused_before_anything_is_packed(local: Place, grace_s: float) -> None:
+    write(made(local))
+    with pytest.raises(ValueError, match="grace_s: expected seconds, at least 0"):
+        packed(local, wait=True, grace_s=grace_s)
+    assert len(opened(local).snapshot.stored) == 1
+
+
 def test_chosen_streams_are_packed_and_unknown_names_are_refused(local: Place) -> None:
     store = made(local)
     chosen, _ = write(store, "a"), write(store, "b")

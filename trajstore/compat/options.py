@@ -34,6 +34,7 @@ class ReplayOptionsDict(TypedDict, total=False):
     attend_s: float | None
     checkpoint_seconds: float | None
     keep_checkpoints: int | None
+    pack: bool
     compiled: bool
     storage_options: Mapping[str, Any] | None
     fsync: bool

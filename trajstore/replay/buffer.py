@@ -94,6 +94,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             several ranks; a single session does not check.
         checkpoint_seconds: Take a checkpoint of all ranks in the background this often; None: never.
         keep_checkpoints: Number of requested and timed checkpoints to keep; None: all.
+        pack: Rewrite streams of sessions that have ended as few large objects, in the background; see `pack`.
         as_tensordict: Return batches as TensorDicts.
         compiled: Use compiled loops on the CPU; the batches are the same without.
         storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
@@ -129,6 +130,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         attend_s: float | None = None,
         checkpoint_seconds: float | None = None,
         keep_checkpoints: int | None = None,
+        pack: bool = False,
         as_tensordict: bool = False,
         compiled: bool = True,
         storage_options: Mapping[str, Any] | None = None,
@@ -157,6 +159,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             "attend_s": attend_s,
             "checkpoint_seconds": checkpoint_seconds,
             "keep_checkpoints": keep_checkpoints,
+            "pack": pack,
             "as_tensordict": as_tensordict,
             "compiled": compiled,
         }
@@ -407,6 +410,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
 
         ``["storage"]["step_bytes"]`` are the bytes of the committed steps that can be sampled; None if other
         sessions wrote some of them and no limit counts bytes. `storage_report` says what else takes bytes, and why.
+        ``["packing"]``, with the option ``pack``, counts the streams packed and their objects before and after.
         """
         session = self._session
         with session.up_to_date() as assembler:
@@ -423,6 +427,8 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             step_bytes = session.step_bytes()
         figures["writer"] = session.writer.stats()
         figures["storage"] = {"step_bytes": step_bytes, **session.collector.stats()}
+        if session.packing is not None:
+            figures["packing"] = session.packing.stats()
         if session.pace is not None:
             figures["samples_per_insert"] = session.pace.state_dict()
         return figures

@@ -44,6 +44,7 @@ class ReplayOptions:
     attend_s: float | None = None
     checkpoint_seconds: float | None = None
     keep_checkpoints: int | None = None
+    pack: bool = False
     as_tensordict: bool = False
     compiled: bool = True
 
@@ -70,6 +71,7 @@ class PartitionChanges(TypedDict, total=False):
     attend_s: float | None
     checkpoint_seconds: float | None
     keep_checkpoints: int | None
+    pack: bool
     as_tensordict: bool
     compiled: bool
 
@@ -119,6 +121,7 @@ def _check_kinds(options: ReplayOptions) -> None:
         ("priorities", (Priorities, type(None))),
         ("samples_per_insert", (SamplesPerInsert, type(None))),
         ("statistics", (bool, list, tuple)),
+        ("pack", (bool,)),
     ):
         if not isinstance(getattr(options, name), kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)

@@ -11,6 +11,7 @@ from typing import Any
 
 from trajstore.errors import ClosedError, DataError, NotReadyError, RankError
 from trajstore.replay.appending import Appending
+from trajstore.replay.background_packing import BackgroundPacking, is_packed_by
 from trajstore.replay.capture import Capture
 from trajstore.replay.checkpoint_schedule import CheckpointOptions, CheckpointSchedule
 from trajstore.replay.drawing import Drawing
@@ -52,6 +53,7 @@ class Session:
         stored: Sizes of the stored steps.
         evictor: Applies the limits.
         collector: Frees storage in the background.
+        packing: Packs finished streams in the background; None without the option.
         schedule: Takes checkpoints and has them written.
         appending, drawing, eviction, versions, readiness: The parts of the buffer.
         exit_hooks: Take a last checkpoint before the process ends, if the program asked for it.
@@ -81,6 +83,7 @@ class Session:
         saved = start.state.get("statistics") if start.state is not None else None
         self.statistics = ObservedStatistics(start.store.schema, start.options.statistics, saved)
         self.is_closed = False
+        self.packing: BackgroundPacking | None = None
         self.exit_hooks: ExitHooks | None = None
         self.registration: Registration | None = None
         self._is_closing = False
@@ -113,6 +116,9 @@ class Session:
             if start.plan is not None:
                 _log.info("rank %d of %d:\n%s", group.rank, group.size, start.plan.report)
             self.schedule.start(is_back=start.is_back)
+            if options.pack:
+                self.packing = self._new_packing()
+                self.packing.start()
             if group.is_leader and any(start.first_marks().values()):
                 self.collector.request_sweep()  # a session that ended may have left chunks that it had evicted
         except BaseException:
@@ -183,6 +189,15 @@ class Session:
             start.shown_by_checkpoint,
             first_rows,
         )
+
+    def _new_packing(self) -> BackgroundPacking:
+        start, rank, size = self.start, self.group.rank, self.group.size
+
+        def chosen(stored: Snapshot) -> list[str]:
+            records = start.shown_of(stored).streams
+            return [r.id for r in records if is_packed_by(r, rank, size) and r.id != self.writer.stream]
+
+        return BackgroundPacking(self.storage, lambda: self.schema, chosen, self.collector.request_sweep)
 
     def _meet(self) -> None:
         """Publish what this rank wants of older streams before any rank continues: what no rank wants is freed."""
@@ -328,6 +343,8 @@ class Session:
         if self.is_closed or self._pid != os.getpid():
             self.check_open()
         self.schedule.raise_pending()
+        if self.packing is not None:
+            self.packing.raise_pending()
         self.collector.raise_pending()
         self.writer.raise_pending()
 
@@ -353,7 +370,7 @@ class Session:
             self._apply_limits_last()
             self._save_last_values()
         self._is_closing = self.eviction.is_closing = True
-        errors = [e for end in (self.schedule.close, self.collector.close) if (e := failure_of(end))]
+        errors = [e for part in self._background_parts() if (e := failure_of(part.close))]
         self.eviction.write_final_marks()
         self._stop_following()
         self.writer.close()
@@ -410,10 +427,15 @@ class Session:
 
     def _end_threads(self) -> None:
         """End the threads that have been started so far; failures do not matter any more."""
-        for name in ("schedule", "collector"):
-            if part := getattr(self, name, None):
-                failure_of(part.close)
+        for part in self._background_parts():
+            failure_of(part.close)
         failure_of(self.writer.discard)
+
+    def _background_parts(self) -> Iterator[CheckpointSchedule | BackgroundPacking | GarbageCollector]:
+        """Those that have been made so far, in the order in which they end."""
+        for name in ("schedule", "packing", "collector"):
+            if part := getattr(self, name, None):
+                yield part
 
 
 def open_session(start: SessionStart) -> Session:

@@ -82,7 +82,11 @@ class SessionStart:
 
     def shown(self) -> Snapshot:
         """What can be sampled of the store, as of its last refresh."""
-        fresh, options = self.store.snapshot, self.options
+        return self.shown_of(self.store.snapshot)
+
+    def shown_of(self, fresh: Snapshot) -> Snapshot:
+        """What can be sampled of a snapshot of the store."""
+        options = self.options
         fresh = fresh.within(self.lineage)
         if self.group.size > 1 and options.share == "partition":
             fresh = fresh.only(lambda record: record.rank == options.rank)

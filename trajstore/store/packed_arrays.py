@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from trajstore.errors import CorruptionError
@@ -15,6 +15,8 @@ from trajstore.storage import UNSEEN, Storage
 from trajstore.store.stream_reader import StreamReader
 
 SHARD_BYTES = 128 << 20
+
+Pause = Callable[[], None]  # called after every few chunks; may wait, and stops the packing by raising
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +103,21 @@ class ArrayPacker:
         layout: The layout to write.
         first: Rows below are not copied: their objects may be gone.
         folder: Key prefix of the packed stream.
+        pause: If given, chunks are read and encoded one after the other in the calling thread, with this between.
     """
 
     def __init__(
-        self, storage: Storage, reader: StreamReader, path: str, layout: ArrayLayout, first: int, folder: str
+        self,
+        storage: Storage,
+        reader: StreamReader,
+        path: str,
+        layout: ArrayLayout,
+        first: int,
+        folder: str,
+        *,
+        pause: Pause | None = None,
     ) -> None:
+        self._pause = pause
         self._storage, self._reader, self._path, self._layout = storage, reader, path, layout
         self._source = reader.record.layouts[path]
         self._n_rows = reader.record.length(path)
@@ -139,8 +151,16 @@ class ArrayPacker:
             (low, min(stop, low + self._block_rows))
             for low in range(start + n_absent * size, stop, self._block_rows)
         ]
-        encoded = self._storage.map(lambda block: self._encoded(*block), blocks)
+        if self._pause is None:
+            encoded = self._storage.map(lambda block: self._encoded(*block), blocks)
+        else:
+            encoded = list(self._in_turn(blocks, self._pause))
         return [*[None] * n_absent, *(chunk for block in encoded for chunk in block)]
+
+    def _in_turn(self, blocks: list[tuple[int, int]], pause: Pause) -> Iterator[list[bytes]]:
+        for block in blocks:
+            yield self._encoded(*block)
+            pause()
 
     def _stored_chunks(self, start: int, stop: int) -> list[bytes]:
         """Chunks as they are stored, after a check of their checksums."""

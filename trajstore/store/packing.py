@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -22,7 +23,7 @@ from trajstore.storage import ABSENT, Put, Storage, open_storage
 from trajstore.store import checkpoints
 from trajstore.store.column_reader import read_records
 from trajstore.store.garbage_collection import remove_copy
-from trajstore.store.packed_arrays import SHARD_BYTES, ArrayPacker, PackSettings, n_objects, packed_layouts
+from trajstore.store.packed_arrays import SHARD_BYTES, ArrayPacker, PackSettings, Pause, n_objects, packed_layouts
 from trajstore.store.schema_objects import read_schema
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Url, check_root
@@ -31,6 +32,7 @@ from trajstore.store.stream_reader import MissingChunkError, StreamReader
 Progress = Callable[[int, int], None]  # decoded bytes packed so far, and in total
 
 _RENEW_S = 300.0  # the record of an unfinished copy is put again this often, which says that it is being written
+NOT_CLOSED = "its writer has not closed it"
 _MIN_FACTOR = 2  # a stream is packed if it then has at most one object where it had two
 
 
@@ -118,9 +120,12 @@ def pack(
         DataError: A stream or a field does not exist.
         SchemaError: A codec is not one that trajstore has.
         CorruptionError: A chunk is damaged; its stream is left as it is.
+        ValueError: A size or ``grace_s`` is out of range.
     """
     if shard_bytes is not None:
         shard_bytes = parse_bytes(shard_bytes, "shard_bytes")
+    if not 0 <= grace_s < math.inf:
+        raise ValueError(f"grace_s: expected seconds, at least 0, got {grace_s!r}")
     settings = PackSettings(
         shard_bytes or SHARD_BYTES,
         None if chunk_bytes is None else parse_bytes(chunk_bytes, "chunk_bytes"),
@@ -155,7 +160,7 @@ def remove_replaced(storage: Storage, grace_s: float) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class StreamPlan:
     """How one stream will be packed.
 
     Attributes:
@@ -206,18 +211,26 @@ class Packing:
         settings: Sizes and codecs.
         progress: As for `pack`.
         has_size: Whether the size of shards was asked for, so that streams are packed again for it.
+        pause: Called after every few chunks and for every stream, to work slowly; stops the packing by raising.
     """
 
     def __init__(
-        self, storage: Storage, settings: PackSettings, progress: Progress | None = None, *, has_size: bool = False
+        self,
+        storage: Storage,
+        settings: PackSettings,
+        progress: Progress | None = None,
+        *,
+        has_size: bool = False,
+        pause: Pause | None = None,
     ) -> None:
+        self._pause = pause
         self._storage, self._settings, self._progress = storage, settings, progress
         self._has_size = has_size
         self._n_bytes = self._total_bytes = 0
 
     def plan(self, streams: Collection[str] | None = None) -> PackReport:
         """What `run` would do."""
-        plans, left = self._plans(streams)
+        plans, left = self._named_plans(streams)
         packed = tuple(PackedStream(p.record.id, None, p.n_objects, p.n_bytes, p.n_packed_objects) for p in plans)
         return PackReport(self._storage.display, packed, left, is_dry_run=True)
 
@@ -227,31 +240,45 @@ class Packing:
         for record in Snapshot.load(self._storage, None).stored:
             if record.id in unfinished_copies([record]):
                 remove_copy(self._storage, record)
-        plans, left = self._plans(streams)
+        plans, left = self._named_plans(streams)
         self._total_bytes = sum(plan.decoded_bytes for plan in plans)
         packed = []
         for plan in plans:
             try:
-                packed.append(self._pack(plan))
+                packed.append(self.pack(plan))
             except ConflictError as error:
                 left[plan.record.id] = str(error)
         return PackReport(self._storage.display, tuple(packed), left)
 
     # ---- what is packed
 
-    def _plans(self, streams: Collection[str] | None) -> tuple[list[_Plan], dict[str, str]]:
-        """How each stream is packed, and why others are left alone."""
+    def _named_plans(self, streams: Collection[str] | None) -> tuple[list[StreamPlan], dict[str, str]]:
         snapshot = Snapshot.load(self._storage, read_schema(self._storage))
-        records = snapshot.streams
         self._check_names(snapshot, streams)
+        return self.plans(snapshot, streams)
+
+    def plans(
+        self, snapshot: Snapshot, streams: Collection[str] | None = None
+    ) -> tuple[list[StreamPlan], dict[str, str]]:
+        """How each stream of a snapshot is packed, and why others are left alone.
+
+        Plans may be carried out later: then more rows than needed are copied, or `pack` raises `ConflictError`.
+
+        Args:
+            snapshot: What is stored.
+            streams: Ids of the streams to pack; all by default.
+        """
+        records = snapshot.streams
         # Checkpoints after records: a checkpoint that is put later needs no row below the marks of these records.
         needed = Marks.wanted(records).lowered(checkpoints.pins(self._storage))
         dead = {stream for record in records for stream in record.view.dead}
         plans, left = [], {}
         for record in records:
             if streams is None or record.id in streams:
+                if self._pause is not None:
+                    self._pause()
                 plan = self._plan_of(record, needed[record.id], is_dead=record.id in dead)
-                if isinstance(plan, _Plan):
+                if isinstance(plan, StreamPlan):
                     plans.append(plan)
                 else:
                     left[record.id] = plan
@@ -266,10 +293,10 @@ class Packing:
         if unknown := [path for path in self._settings.codecs if path not in fields]:
             raise DataError(f"codecs: no field {unknown[0]!r}; the fields are {', '.join(fields) or 'none'}")
 
-    def _plan_of(self, record: CommitRecord, first: int, *, is_dead: bool) -> _Plan | str:
+    def _plan_of(self, record: CommitRecord, first: int, *, is_dead: bool) -> StreamPlan | str:
         """How a stream is packed, or why it is left alone."""
         if not (record.is_sealed or is_dead):
-            return "its writer has not closed it"
+            return NOT_CLOSED
         if record.replaces is not None:
             return "it replaces a part of another stream"
         if first >= record.rows:
@@ -280,10 +307,10 @@ class Packing:
         for key, n in data.items():
             sizes[key.removeprefix(f"{record.folder}/").rpartition("/")[0]] += n
         layouts = packed_layouts(record, sizes, first, self._settings)
-        plan = _Plan(record, first, layouts, len(found), sum(found.values()), len(data))
+        plan = StreamPlan(record, first, layouts, len(found), sum(found.values()), len(data))
         return plan if self._is_worthwhile(plan) else "it has few objects already"
 
-    def _is_worthwhile(self, plan: _Plan) -> bool:
+    def _is_worthwhile(self, plan: StreamPlan) -> bool:
         before, after = plan.n_data_objects, plan.n_packed_data_objects
         if before >= _MIN_FACTOR * after or (self._has_size and after >= _MIN_FACTOR * before):
             return True
@@ -292,7 +319,12 @@ class Packing:
 
     # ---- packing one stream
 
-    def _pack(self, plan: _Plan) -> PackedStream:
+    def pack(self, plan: StreamPlan) -> PackedStream:
+        """Pack one stream.
+
+        Raises:
+            ConflictError: It was removed, changed, evicted or packed by another process; another plan may succeed.
+        """
         record = plan.record
         packed = replace(
             record.as_stored(),
@@ -302,7 +334,7 @@ class Packing:
             replaces=Replaces(record.id, 0, record.rows),
         )
         try:
-            n_bytes = _CopyWriter(self._storage, plan, packed, self._count).write()
+            n_bytes = _CopyWriter(self._storage, plan, packed, self._count, self._pause).write()
         except BaseException:
             with contextlib.suppress(StorageError):  # readers ignore the remains, and a later call removes them
                 _withdraw(self._storage, packed)
@@ -318,8 +350,16 @@ class Packing:
 class _CopyWriter:
     """Writes the packed copy of one stream: an unfinished record, the shards, and then the record that counts."""
 
-    def __init__(self, storage: Storage, plan: _Plan, packed: CommitRecord, count: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        plan: StreamPlan,
+        packed: CommitRecord,
+        count: Callable[[int], None],
+        pause: Pause | None,
+    ) -> None:
         self._storage, self._plan, self._packed, self._count = storage, plan, packed, count
+        self._pause = pause
         self._version = ABSENT
         self._put_at = 0.0
 
@@ -337,11 +377,15 @@ class _CopyWriter:
         try:
             for path, layout in packed.layouts.items():
                 first = self._plan.first_of(path)
-                packer = ArrayPacker(self._storage, reader, path, layout, first, packed.folder)
+                packer = ArrayPacker(self._storage, reader, path, layout, first, packed.folder, pause=self._pause)
                 n_bytes += packer.write(lambda n, size=layout.row_bytes: self._wrote(n * size))  # type: ignore[misc]
         except MissingChunkError as error:
             if record.key not in self._storage.tree_sizes(record.folder):
                 raise ConflictError("it was removed, or packed by another process") from error
+            if first_needed(self._storage, record.id) > self._plan.first:
+                raise ConflictError(
+                    "some of its rows were evicted while it was being packed; pack again"
+                ) from error
             raise
         n_bytes += self._put_nodes(packed)
         self._check_unchanged()
@@ -378,6 +422,12 @@ class _CopyWriter:
             self._storage.size(self._packed.key)
         except FileNotFoundError:
             raise ConflictError("the packed copy was removed while it was being written; pack again") from None
+
+
+def first_needed(storage: Storage, stream: str) -> int:
+    """The first row of a stream that a session or a checkpoint needs now."""
+    wanted = Marks.wanted(Snapshot.load(storage, None).streams)
+    return wanted.lowered(checkpoints.pins(storage)).get(stream, 0)
 
 
 def _withdraw(storage: Storage, packed: CommitRecord) -> None:
