@@ -124,7 +124,7 @@ def test_zarr_and_tensorstore_read_the_same(tmp_path: Path) -> None:
     for name in ("frame", "stack", "noise"):
         expected = np.concatenate([_column(k, n, name) for k, n in enumerate((30, 1, 50, 20))])
         path = f"streams/{stream}/steps/{name}"
-        assert (zarr.open_array(str(tmp_path / path), mode="r")[:] == expected).all()
+        assert np.array_equal(zarr.open_array(str(tmp_path / path), mode="r")[:], expected)
         spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{tmp_path}/{path}/"}}
         assert (tensorstore.open(spec, read=True).result().read().result() == expected).all()
 
