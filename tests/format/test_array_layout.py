@@ -93,7 +93,14 @@ def test_a_level_is_a_number() -> None:
 
 @pytest.mark.parametrize(("dtype", "codec"), [("uint8", "zstd:1"), ("bool", "zstd:1"), ("float32", "blosc-lz4:5")])
 def test_the_codec_follows_from_the_dtype(dtype: str, codec: str) -> None:
-    assert compressor_for(Field(dtype, (84, 84)), 16) == Codec.parse(codec)
+    assert compressor_for(Field(dtype, (84, 84)), 8) == Codec.parse(codec)
+
+
+def test_wide_rows_of_bytes_lie_in_blocks_of_a_few_rows() -> None:
+    assert compressor_for(Field("uint8", (84, 84)), 64) == Codec("blosc", 1, "zstd", "noshuffle", 8 * 84 * 84, 1)
+    assert compressor_for(Field("uint8", (224, 224)), 8).blocksize == 4 * 224 * 224
+    assert compressor_for(Field("uint8", (63, 64)), 128) == Codec.parse("zstd:1")
+    assert compressor_for(Field("uint8", (84, 84), codec="zstd:3"), 64) == Codec.parse("zstd:3")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ COLUMNS = {
     "swing": (np.sin(np.linspace(0, 99, 5000)[:, None] * np.arange(1, 28)), "none"),
     "sparse": ((RNG.random(5000) < 0.02).astype(np.float32), "blosc"),
     "action": (RNG.integers(0, 6, 5000), "blosc"),
-    "sprites": (np.kron(RNG.integers(0, 4, (200, 21, 21)), np.ones((1, 4, 4), int)).astype(np.uint8), "zstd"),
+    "sprites": (np.kron(RNG.integers(0, 4, (200, 21, 21)), np.ones((1, 4, 4), int)).astype(np.uint8), "blosc"),
     "static": (RNG.integers(0, 256, (200, 84, 84)).astype(np.uint8), "none"),
 }
 

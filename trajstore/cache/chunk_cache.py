@@ -4,7 +4,8 @@ Every column has an arena of slots on the device and a page table that says whic
 a piece of a chunk, or a whole one. Finding missing pages, choosing pages to evict and gathering rows are operations
 on whole batches. A column that fits its share of the budget has a slot for every page; once all of them are
 resident, a gather needs nothing from the host. On the CPU, the pages of a column that does not fit are mapped from
-their files if the column is stored raw: they take no slots, and are never evicted.
+their files if the column is stored raw, or in blocks that can be decoded alone: they take no slots, and are never
+evicted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import ModuleType
 import numpy as np
 import torch
 
+from trajstore.cache.block_decoders import BlockDecoders
 from trajstore.cache.budget import share_budget
 from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.cache_version import CacheVersion
@@ -28,7 +30,7 @@ from trajstore.cache.oversized_batches import OversizedBatches
 from trajstore.cache.page_loader import PageLoader
 from trajstore.cache.page_mapper import PageMapper
 from trajstore.cache.page_table import MIN_STORED_SLOTS
-from trajstore.cache.row_copier import RowCopier
+from trajstore.cache.row_copier import DamagedBlockError, RowCopier
 from trajstore.cache.row_request import RowRequest
 from trajstore.cache.tensor_row_copier import TensorRowCopier
 from trajstore.errors import DataError
@@ -84,12 +86,13 @@ class ChunkCache:
         self._version = CacheVersion()
         self._live_columns: tuple[Mapping[str, int], Array] | None = None
         self._maps = ObjectMaps()
-        self._mapper = PageMapper(storage, self._maps, self.stats)
+        self._decoders = BlockDecoders()
+        self._mapper = PageMapper(storage, self._maps, self._decoders, self.stats)
         self._marks: dict[str, int] = {}  # by stream: the first row whose files are still mapped
         fetcher = ChunkFetcher(storage, self.tier, self._maps, self.stats)
         self._loader = PageLoader(fetcher, self.stats)
         self._oversized = OversizedBatches(self._loader, fetcher, self.stats, kernels)
-        self._copier = RowCopier(kernels, storage) if kernels is not None else TensorRowCopier()
+        self._copier = TensorRowCopier() if kernels is None else RowCopier(kernels, storage, self._decoders)
 
     # ---- what the cache may hold
 
@@ -123,7 +126,10 @@ class ChunkCache:
                     path, spec, page_rows, self._device, self._version, self._live_rows, self._kernels
                 )
                 self._columns[path] = column
-            column.table.set_rows(n_rows, marks, written, self._can_map(path))
+            blocked = self._can_map_blocks(path, page_rows)
+            can_map = self._can_map(path) | blocked
+            column.note_blocks(bool(blocked.any()))
+            column.table.set_rows(n_rows, marks, written, can_map.tolist())
             column.n_live_used = self.n_live_used
         share_budget(self._columns.values(), self._budget)
         self._drop_evicted_maps(marks)
@@ -142,11 +148,21 @@ class ChunkCache:
                 if n_filled:
                     self.tier.drop((old.record.folder, path, chunk))
 
-    def _can_map(self, path: str) -> list[bool]:
-        """By source: whether pages of a field can be mapped from files."""
-        if self._kernels is None:
-            return []
-        return [reader is not None and reader.can_map(f"steps/{path}") for reader in self._loader.readers]
+    def _can_map(self, path: str) -> Array:
+        """By source: whether pages of a field can be mapped from files and are raw."""
+        readers, array = self._loader.readers if self._kernels is not None else [], f"steps/{path}"
+        return np.array([reader is not None and reader.can_map(array) for reader in readers], bool)
+
+    def _can_map_blocks(self, path: str, page_rows: int) -> Array:
+        """By source: whether pages of a field can be mapped and decoded in blocks; they are whole chunks then."""
+        readers, array = self._loader.readers if self._kernels is not None else [], f"steps/{path}"
+        return np.array(
+            [
+                reader is not None and reader.can_map_blocks(array) and reader.chunk_rows(array) == page_rows
+                for reader in readers
+            ],
+            bool,
+        )
 
     def _drop_grown_maps(self, readers: Sequence[StreamReader | None]) -> None:
         """Unmap the objects that were replaced because their streams grew, were packed, or are gone."""
@@ -317,10 +333,25 @@ class ChunkCache:
         for key, w in rest.items():
             out = outs.get(key)
             results[key] = self._columns[w.path].arena.empty(w.row.shape) if out is None else out
-        self._copier.copy(self._columns, rest, results)
+        self._copy(rest, results)
         self.stats.seconds["gather"] += time.perf_counter() - planned
         self.stats.seconds["plan"] += planned - start
         return results
+
+    def _copy(self, wanted: Mapping[str, RowRequest], outs: Mapping[str, torch.Tensor]) -> None:
+        try:
+            self._copier.copy(self._columns, wanted, outs)
+        except DamagedBlockError as error:
+            column = self._columns[error.path]
+            self._maps.drop_field(error.path)
+            self._mapper.find_damage(column, self._loader.readers, np.unique(error.virtual // column.page_rows))
+
+    def decoders(self, n_threads: int) -> tuple[int, int]:
+        """Memory address of decoders of blocks for so many threads, and bytes of each.
+
+        Valid until the next call.
+        """
+        return self._decoders.address(n_threads), self._decoders.stride
 
     def resident_columns(self, paths: Iterable[str]) -> list[ColumnPages] | None:
         """Return the columns of fields if every page of them is resident or can be mapped; else None.

@@ -43,6 +43,8 @@ class ColumnPages:
     ) -> None:
         self.path = path
         self.n_live_used = live_rows
+        self._can_decode_blocks = False
+        self._version = version
         self.page_rows = page_rows
         self.page_bytes = page_rows * spec.row_bytes
         self.table = PageTable(page_rows, device, version, -(-live_rows // page_rows), kernels)
@@ -52,6 +54,17 @@ class ColumnPages:
     def is_mapped(self) -> bool:
         """Whether every stored page can be mapped from a file and needs no slot."""
         return self.table.maps_pages and self.table.n_slot_pages == self.table.n_live_pages
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether pages may be mapped chunks of which single blocks are decoded."""
+        return self._can_decode_blocks and not self.table.is_direct
+
+    def note_blocks(self, can_decode_blocks: bool) -> None:
+        """Note whether chunks of some sources can be decoded in blocks, before such a page is mapped."""
+        if can_decode_blocks != self._can_decode_blocks:
+            self._can_decode_blocks = can_decode_blocks
+            self._version.advance()
 
     @property
     def nbytes(self) -> int:
@@ -84,14 +97,15 @@ class ColumnPages:
         slots, first_rows = table.slot_of_page.data_ptr, table.first_virtual_row.data_ptr
         return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, out.data_ptr()
 
-    def addresses(self) -> tuple[int, int, int, int, int]:
-        """Return the first five numbers of the column for `program_loops`; the third is 0 if it needs no table.
+    def addresses(self) -> tuple[int, ...]:
+        """Return the first six numbers of the column for `program_loops`; the third is 0 if it needs no table.
 
         If pages are mapped, those that no batch has asked for yet are absent.
         """
         arena, table = self.arena, self.table
         slots = 0 if table.is_direct else table.slot_of_page.data_ptr
-        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, table.first_virtual_row.data_ptr
+        first_rows = table.first_virtual_row.data_ptr
+        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, int(self.has_blocks)
 
     def forget_mapped(self, source: int, start: int, stop: int) -> None:
         """Make the mapped pages of a source absent that hold rows from ``start`` to ``stop``."""

@@ -1,6 +1,7 @@
-"""Maps the pages of raw columns from files, so that batches copy rows from the page cache of the system.
+"""Maps pages from files, so that batches copy rows from the page cache of the system.
 
-Every chunk is checked against its checksum once, before any of its rows are used.
+Pages are mapped if columns are raw, or if their chunks consist of blocks that can be decoded alone. Every chunk is
+checked against its checksum once, before any of its rows are used.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trajstore.cache.block_decoders import BLOCKED, BlockDecoders
 from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.object_maps import ObjectMaps
+from trajstore.errors import CorruptionError
 from trajstore.schema import Array
 from trajstore.storage import FileMap, Storage
 from trajstore.store.stream_reader import StreamReader
@@ -32,6 +35,7 @@ class _MappedChunk:
     file: FileMap
     start: int
     stop: int
+    has_blocks: bool
 
 
 class PageMapper:
@@ -40,12 +44,14 @@ class PageMapper:
     Args:
         storage: Its threads check chunks.
         maps: The mapped objects.
+        decoders: Gets room for the blocks of mapped chunks.
         stats: Where mapped pages and bytes are counted.
     """
 
-    def __init__(self, storage: Storage, maps: ObjectMaps, stats: CacheStats) -> None:
+    def __init__(self, storage: Storage, maps: ObjectMaps, decoders: BlockDecoders, stats: CacheStats) -> None:
         self._storage = storage
         self._maps = maps
+        self._decoders = decoders
         self._stats = stats
 
     def map_pages(self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array) -> None:
@@ -83,14 +89,16 @@ class PageMapper:
             chunk = chunks.get((s, number))
             if chunk is None:
                 chunk = chunks[s, number] = self._map(reader, column.path, number)
-            addresses[i] = chunk.file.address + chunk.start + position * column.page_bytes
+            at = 0 if chunk.has_blocks else position * column.page_bytes
+            addresses[i] = chunk.file.address + chunk.start + at + (BLOCKED if chunk.has_blocks else 0)
         return list(chunks.values()), addresses
 
     def _map(self, reader: StreamReader, path: str, number: int) -> _MappedChunk:
         mapped = self._maps.get(reader, path, number)
         start, stop = reader.find_chunk(f"steps/{path}", number, mapped)
         mapped.file.prefetch(start, stop)  # the disk reads all chunks of the batch at once
-        return _MappedChunk(reader, number, mapped.file, start, stop)
+        has_blocks = reader.can_map_blocks(f"steps/{path}")
+        return _MappedChunk(reader, number, mapped.file, start, stop, has_blocks)
 
     def _check(self, path: str, chunks: Sequence[_MappedChunk]) -> None:
         n_bytes = sum(chunk.stop - chunk.start for chunk in chunks)
@@ -102,3 +110,20 @@ class PageMapper:
                 chunk.reader.check_chunk(f"steps/{path}", chunk.number, data)
 
         self._storage.map(check_part, range(n_tasks))
+        blocked = [chunk for chunk in chunks if chunk.has_blocks]
+        for chunk in blocked:
+            data = chunk.file.view(chunk.start, chunk.stop)
+            self._decoders.reserve(chunk.reader.block_bytes(f"steps/{path}", chunk.number, data))
+
+    def find_damage(self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array) -> None:
+        """Read the chunks of mapped pages again, one of which could not be decoded; see `map_pages`."""
+        mapped = pages[column.table.are_mapped(pages)]
+        column.table.forget_mapped(np.arange(column.table.n_pages))
+        chunks, _ = self._find(column, readers, mapped)
+        path = f"steps/{column.path}"
+        for chunk in chunks:
+            out = np.empty(column.page_bytes, np.uint8)
+            chunk.reader.decode_chunk(path, chunk.number, chunk.file.view(chunk.start, chunk.stop), out)
+        raise CorruptionError(
+            f"field '{column.path}': a mapped chunk changed after it was checked, and is whole again; draw again"
+        )

@@ -47,7 +47,7 @@ class PageTable:
         n_pinned: Slots that are not reused, those of live pages included.
         is_direct: Page ``i`` lies in slot ``i`` or nowhere, so virtual rows are arena rows.
         slot_of_page: By page: its slot; -1 if the page lies nowhere; below that, the negative of the memory address
-            of a page in a mapped file.
+            of a page in a mapped file, or of a chunk plus `block_decoders.BLOCKED` if it has to be decoded.
         first_virtual_row: By source: the virtual row of its row 0.
         layout_version: Rises when `first_virtual_row` changes.
     """
@@ -320,6 +320,11 @@ class PageTable:
         """Return those of the pages that lie nowhere."""
         absent: Array = self.slot_of_page.host[pages] == _ABSENT
         return pages[absent]
+
+    def are_mapped(self, pages: Array) -> Array:
+        """Return which of the pages lie in mapped files, as a mask."""
+        mapped: Array = self.slot_of_page.host[pages] < _ABSENT
+        return mapped
 
     def mappable(self, pages: Array) -> Array:
         """Return which of the pages can be mapped, as a mask."""

@@ -147,6 +147,22 @@ def _small_cache() -> None:
             reader.sample(64, kind)
 
 
+def _frames() -> None:
+    """Batches of frames in local files that are larger than the cache."""
+    import tempfile
+
+    from trajstore import Field, Reader, Schema, Windows, create
+
+    with tempfile.TemporaryDirectory() as directory:
+        store = create(directory, Schema({"observation": Field("uint8", (64, 64), chunk_rows=32)}), fsync=False)
+        with store.writer(commit_seconds=None) as writer:
+            writer.append_episode({"observation": np.zeros((256, 64, 64), np.uint8)}, terminated=True)
+        store.refresh()
+        reader = Reader(store, cache_bytes=1)
+        for _ in range(3):  # the first ones map files
+            reader.sample(4, Windows())
+
+
 def _threads() -> None:
     """A batch so large that several threads copy it."""
     import torch
@@ -180,7 +196,7 @@ def _epochs() -> None:
 
 
 # The first compiles one loop: enough to see whether its code can be kept.
-_USES: tuple[Callable[[], None], ...] = (_epochs, _partitions, _live_buffer, _small_cache, _threads)
+_USES: tuple[Callable[[], None], ...] = (_epochs, _partitions, _live_buffer, _small_cache, _frames, _threads)
 
 
 # ---- output

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.errors import CorruptionError, FormatError, SchemaError
+from trajstore.format.blosc_blocks import MAX_BLOCK_BYTES
 from trajstore.format.codec import CRC_BYTES, Codec
 from trajstore.format.json_values import MAX_ROWS, parse_bounded_integer
 from trajstore.schema import DTYPES, Array, Field
@@ -26,6 +27,9 @@ WIDE_ROW_BYTES = 4096  # wider rows are frames, or as large
 _CHUNK_BYTES = 128 << 10
 _WIDE_CHUNK_BYTES = 256 << 10
 _FRAME_CHUNK_BYTES = 512 << 10
+# A block decodes in a few microseconds; in shorter ones, frames compress by much less. See decision 26.
+_BLOCK_BYTES = 64 << 10
+_BLOCK_ROWS = 4  # at least, because rows compress by what repeats from row to row
 _MAX_CHUNK_ROWS = 16384
 _ABSENT = (1 << 64) - 1  # offset and size of a chunk that a shard does not hold
 _MAX_CHANNELS = 16
@@ -55,14 +59,24 @@ def compressor_for(spec: Field, chunk_rows: int) -> Codec:
     """The compressor of a field: the field's own choice, else the one that measured best for its dtype.
 
     One-byte types use zstd, because frames repeat from row to row. Where a short last axis holds channels or
-    stacked frames, blosc's shuffle separates them first, in one block as large as the chunk. Wider types use
+    stacked frames, blosc's shuffle separates them first, in one block as large as the chunk. Other wide rows lie in
+    blocks of a few rows, so that a single row can be read without decoding the whole chunk. Wider types use
     blosc-lz4.
     """
     if spec.codec is not None:
         return Codec.parse(spec.codec)
     if spec.dtype == "uint8" and len(spec.shape) >= 2 and 2 <= spec.shape[-1] <= _MAX_CHANNELS:
         return Codec("blosc", 1, "zstd", "shuffle", chunk_rows * spec.row_bytes, spec.shape[-1])
-    return Codec.parse("zstd:1" if spec.storage_dtype.itemsize == 1 else "blosc-lz4:5")
+    if spec.storage_dtype.itemsize > 1:
+        return Codec.parse("blosc-lz4:5")
+    block_rows = max(_BLOCK_ROWS, rows_within(_BLOCK_BYTES, spec))
+    if (
+        spec.row_bytes >= WIDE_ROW_BYTES
+        and block_rows < chunk_rows
+        and block_rows * spec.row_bytes <= MAX_BLOCK_BYTES
+    ):
+        return Codec("blosc", 1, "zstd", "noshuffle", block_rows * spec.row_bytes, 1)
+    return Codec.parse("zstd:1")
 
 
 def is_compressible(spec: Field) -> bool:
@@ -139,6 +153,11 @@ class ArrayLayout:
     def is_raw(self) -> bool:
         """Whether chunks are stored as they are, so that rows can be read without decoding."""
         return self.codec.name == "none"
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether single rows can be read by decoding one small block of a chunk, and are wide enough for it."""
+        return self.codec.has_blocks and self.row_bytes >= WIDE_ROW_BYTES
 
     @property
     def object_rows(self) -> int:

@@ -12,6 +12,7 @@ import numcodecs.zstd
 import numpy as np
 
 from trajstore.errors import CorruptionError, FormatError, SchemaError
+from trajstore.format.blosc_blocks import MAX_BLOCK_BYTES, encode_blocks
 from trajstore.format.json_values import parse_bounded_integer
 from trajstore.schema import Array
 
@@ -104,15 +105,27 @@ class Codec:
             parse_bounded_integer(configuration["typesize"], 1, 255),
         )
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether chunks consist of small blocks of zstd, each of which can be decoded alone."""
+        is_zstd = self.name == "blosc" and self.cname == "zstd" and self.shuffle != "bitshuffle"
+        return is_zstd and 0 < self.blocksize <= MAX_BLOCK_BYTES
+
     def encode(self, chunk: Array) -> bytes:
         """Compress a C-contiguous array and append the checksum."""
         body = self._compress(chunk)
         return b"".join((body, crc32c(body).to_bytes(CRC_BYTES, "little")))
 
+    @property
+    def _writes_blocks(self) -> bool:
+        return self.has_blocks and self.shuffle == "noshuffle" and self.level == 1
+
     def _compress(self, chunk: Array) -> bytes | memoryview:
         if self.name == "zstd":
             return bytes(numcodecs.zstd.compress(chunk, self.level))
         if self.name == "blosc":
+            if self._writes_blocks and self.blocksize < chunk.nbytes:
+                return encode_blocks(memoryview(chunk.reshape(-1).view(np.uint8)), self.blocksize)  # type: ignore[arg-type]
             name, shuffle, typesize = self.cname.encode(), _SHUFFLES[self.shuffle], self.typesize or None
             return bytes(numcodecs.blosc.compress(chunk, name, self.level, shuffle, self.blocksize, typesize))
         return memoryview(chunk.reshape(-1).view(np.uint8))  # type: ignore[arg-type]

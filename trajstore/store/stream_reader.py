@@ -10,9 +10,11 @@ import numpy as np
 
 from trajstore.errors import CorruptionError
 from trajstore.format.array_layout import ArrayLayout
+from trajstore.format.blosc_blocks import check_blocks
 from trajstore.format.codec import is_intact
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
+from trajstore.format.zstd_library import zstd_library
 from trajstore.schema import Array, Schema, stored_fill
 from trajstore.storage import FileMap, Place, Storage
 from trajstore.store.recent_chunks import RecentChunks
@@ -255,6 +257,11 @@ class StreamReader:
         layout = self.record.layouts.get(path)
         return layout is not None and layout.is_raw and self._storage.can_map
 
+    def can_map_blocks(self, path: str) -> bool:
+        """Whether single blocks of the chunks of an array can be decoded where they are mapped."""
+        layout = self.record.layouts.get(path)
+        return layout is not None and layout.has_blocks and self._storage.can_map and zstd_library() is not None
+
     def are_shards_mapped(self, path: str) -> bool:
         """Whether chunks of an array should be read from mapped shards."""
         layout = self.record.layouts.get(path)
@@ -298,6 +305,16 @@ class StreamReader:
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
             layout.codec.check(data, layout.chunk_bytes)
+
+    def block_bytes(self, path: str, index: int, data: memoryview) -> int:
+        """Decoded size of the blocks of a chunk that was checked; see `can_map_blocks`.
+
+        Raises:
+            ChunkError: It does not consist of such blocks.
+        """
+        layout = self.record.layouts[path]
+        with self._named(path, layout, index):
+            return check_blocks(data)
 
     def decode_chunk(self, path: str, index: int, data: bytes | memoryview, out: Array) -> None:
         """Decode the result of `chunk` into ``out``, a contiguous array of one chunk."""

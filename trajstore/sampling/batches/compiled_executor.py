@@ -105,6 +105,7 @@ class CompiledExecutor(TorchExecutor):
         self._columns = np.zeros((self._n_columns, at.COLUMN_SIZE), np.int64)
         self._cache_version = -1  # when the table of columns was made
         self._is_resident = False
+        self._has_blocks = False
         self._is_mapped = [False] * self._n_columns  # whether pages of a column may be absent
         self._n_misses = 0  # batches in a row with a page that was not mapped yet
         self._n_misses_expected = 0  # batches that are not tried, because others before them missed a page
@@ -251,7 +252,7 @@ class CompiledExecutor(TorchExecutor):
         """Make a flat batch in one call; returns None, and draws nothing, if that is not possible.
 
         It is not possible if columns are not resident as a whole or mapped, if a page of the batch is not mapped
-        yet, for windows that cross episodes, and for rewards of rare dtypes.
+        yet or can't be decoded, for windows that cross episodes, and for rewards of rare dtypes.
 
         Args:
             cache: Has the columns.
@@ -274,6 +275,7 @@ class CompiledExecutor(TorchExecutor):
         else:
             self._give_windows(numbers, drawn)
         flat = self._allocate(layout, numbers, outs)
+        numbers[at.DECODERS], self._shifts[at.DECODERS, 1] = self._decoders(cache, layout)
         self._call[:] = numbers
         if (failed := self._execute_batch(starts, layout)) >= 0:
             self._note_miss(failed)
@@ -284,6 +286,9 @@ class CompiledExecutor(TorchExecutor):
         if given is not None:
             flat |= drawn_facts(self._index, self._windows, given)
         return flat
+
+    def _decoders(self, cache: ChunkCache, layout: _Layout) -> tuple[int, int]:
+        return cache.decoders(layout.n_threads) if self._has_blocks else (0, 0)
 
     def _note_miss(self, output: int) -> None:
         """Note that a page was not mapped yet. After several misses in a row, do not try every batch."""
@@ -314,11 +319,12 @@ class CompiledExecutor(TorchExecutor):
         if self._cache_version != cache.version:  # an assembler has one cache all its life
             paths = [output.path for output in self._outputs[: self._n_columns] if output.path is not None]
             found = cache.resident_columns(paths)
-            self._is_resident = found is not None
+            self._is_resident, self._has_blocks = found is not None, False
             groups = [g for g, group in enumerate(self.program.groups) for _ in group.fields]
             for i, column in enumerate(found or ()):
                 pad = self._pads[i]
                 self._is_mapped[i] = column.is_mapped
+                self._has_blocks |= column.has_blocks
                 self._columns[i] = (*column.addresses(), groups[i], 0 if pad is None else pad.ctypes.data)
             rows = [len(self.program.groups[g].offsets) for g in groups]
             self._window_bytes = int(self._columns[:, 1] @ rows) * self._windows.size if rows else 0

@@ -13,6 +13,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from trajstore.cache.block_decoders import BLOCKED
+from trajstore.sampling.compiled import block_loops  # noqa: F401 - a part of what a cache calls
 from trajstore.sampling.compiled.jit import compiled, random_bits
 from trajstore.sampling.compiled.memory_access import MANY, array_at, copy_memory, page_address, pointer, prefetch
 from trajstore.sampling.compiled.searching import last_at
@@ -150,7 +152,7 @@ def copy_columns(columns: Array, source: Array, row: Array) -> int:
                 address = first + _number_at(row_base, origin)
                 page = address // page_rows
                 slot = _number_at(table, page)
-                if slot == -1:
+                if slot == -1 or slot <= -BLOCKED:
                     return c
                 stop = min(n, j + (page + 1) * page_rows - address)
                 k = j + 1

@@ -7,9 +7,10 @@ Addresses in them are memory addresses.
   first offset in ``offsets``, and the number of offsets of all groups before it. The rows of a group start at that
   number times the steps of a batch.
 - ``index``: addresses of the arrays of the episode index and of the running sums, from `LOGICAL` on.
-- ``columns``, seven numbers for each output: address of the arena, bytes of a row, address of the page table
+- ``columns``, eight numbers for each output: address of the arena, bytes of a row, address of the page table
   (`PageTable.slot_of_page`; 0 if pages lie in the slots of their own numbers), rows of a page, address of the
-  sources' first virtual rows, group, and address of a row that pads (0: pads repeat).
+  sources' first virtual rows, whether pages may be mapped chunks of which blocks are decoded, group, and address of
+  a row that pads (0: pads repeat).
 - ``outputs``: the address that each column's rows go to.
 - ``call``: what differs from batch to batch, from `N_WINDOWS` on. Addresses are 0 where a batch has no such output.
 - ``shifts``, two numbers for each of ``call`` and of ``outputs``: what it grows by with every window before a part
@@ -31,14 +32,15 @@ PLAIN, PAD_LEFT, PAD_BOTH = range(3)  # values of BOUNDARY: how the number of a 
 LOGICAL, FLAGS, T_BASE, STREAM, EPISODE, SPAN_LOGICAL, SPAN_ROW, SPAN_SOURCE = range(8)
 N_SPANS, IS_SIMPLE, SUMS, N_SUMS, SUMS_BASE, INDEX_SIZE = range(8, 14)
 
-COLUMN_SIZE = 7
+COLUMN_SIZE = 8
 
 # Positions in ``call``.
 N_WINDOWS, IS_DRAWN, SEED, COUNTER, LOW, LIMIT = range(6)
 ENTRY, START, N_OF_WINDOW, HANDLES, ROWS, SOURCES, POSITIONS, EXISTS = range(6, 14)
 TAKEN, IS_TERMINAL, GAMMA, REWARDS, RETURNS, DISCOUNTS, SEGMENTS, COPIES, FACTS = range(14, 23)
 # N_COUNTER: of the drawn numbers of steps. PART_NUMBERS: address of a part's own ``call`` and ``outputs``.
-SPANS, ROWS_OF_STARTS, N_COUNTER, PART_NUMBERS, MASKS = range(23, 28)
+# DECODERS: address of the thread's `BlockDecoders`.
+SPANS, ROWS_OF_STARTS, N_COUNTER, PART_NUMBERS, DECODERS, MASKS = range(23, 29)
 CALL_SIZE = MASKS + 7  # the last seven are the addresses of masks
 
 # Positions in the argument of `run_parts`: addresses of the arrays, the number of columns, how many windows a part

@@ -6,6 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.cache.block_decoders import BLOCKED
+from trajstore.sampling.compiled.block_loops import (
+    AHEAD,
+    COPIED,
+    copy_run,
+    decoder_at,
+    forget_blocks,
+    prefetch_block,
+    prefetch_header,
+)
 from trajstore.sampling.compiled.jit import compiled
 from trajstore.sampling.compiled.memory_access import (
     MANY,
@@ -20,6 +30,7 @@ from trajstore.sampling.compiled.memory_access import (
     prefetch,
 )
 from trajstore.sampling.compiled.program_layout import (
+    DECODERS,
     EXISTS,
     GROUP_SIZE,
     GROUPS,
@@ -98,7 +109,7 @@ def _copy_paged(column: Array, segments: Array, n_segments: int, out: Any) -> bo
         while count:
             page = virtual // page_rows
             slot = slots[page]
-            if slot == -1:
+            if slot == -1 or slot <= -BLOCKED:
                 return False
             n = min(count, (page + 1) * page_rows - virtual)
             at = page_address(arena, slot, page_rows * row_bytes) + (virtual - page * page_rows) * row_bytes
@@ -122,7 +133,7 @@ def _copy_group(call: Array, columns: Array, outputs: Array, g: int, first: int,
     exists = array_at(pointer(call[EXISTS] + first), (n_rows,), np.uint8)
     n_segments = -1
     for c in range(len(outputs)):
-        if columns[c, 5] != g:
+        if columns[c, 6] != g or columns[c, 5]:
             continue
         if n_segments < 0:
             n_segments = _find_segments(call, first, n_rows, segments)
@@ -131,18 +142,100 @@ def _copy_group(call: Array, columns: Array, outputs: Array, g: int, first: int,
             _copy_direct(columns[c], segments, n_segments, out)
         elif not _copy_paged(columns[c], segments, n_segments, out):
             return c
-        if columns[c, 6]:
-            _pad(exists, columns[c, 6], columns[c, 1], out)
+        if columns[c, 7]:
+            _pad(exists, columns[c, 7], columns[c, 1], out)
     return -1
+
+
+@compiled
+def _ask_ahead(program: Array, call: Array, column: Array, b: int) -> None:
+    """Prefetch what the first rows of later windows need of a column that is stored in blocks."""
+    group = GROUPS + column[6] * GROUP_SIZE
+    n, n_windows = program[group + 3] * program[SIZE], call[N_WINDOWS]
+    n_rows, before = n * n_windows, program[group + 5] * program[SIZE] * n_windows
+    rows = array_at(pointer(call[ROWS] + 8 * before), (n_rows,), np.int64)
+    sources = array_at(pointer(call[SOURCES] + 4 * before), (n_rows,), np.int32)
+    first_rows = array_at(pointer(column[4]), (MANY,), np.int64)
+    near, far = min(b + AHEAD, n_windows - 1) * n, min(b + 2 * AHEAD, n_windows - 1) * n
+    prefetch_header(column[2], column[3], rows[far] + first_rows[sources[far]])
+    prefetch_block(column[2], column[3], column[1], rows[near] + first_rows[sources[near]])
+
+
+@compiled
+def _copy_window(program: Array, call: Array, column: Array, decoder: Array, b: int, out: Any) -> int:
+    """Copy the rows of one window of one output of such a column; returns as `copy_run` does."""
+    group = GROUPS + column[6] * GROUP_SIZE
+    n = program[group + 3] * program[SIZE]
+    first = program[group + 5] * program[SIZE] * call[N_WINDOWS] + b * n
+    rows = array_at(pointer(call[ROWS] + 8 * first), (n,), np.int64)
+    sources = array_at(pointer(call[SOURCES] + 4 * first), (n,), np.int32)
+    first_rows = array_at(pointer(column[4]), (MANY,), np.int64)
+    i = 0
+    while i < n:
+        k = i + 1
+        while k < n and rows[k] - rows[i] == k - i and sources[k] == sources[i]:
+            k += 1
+        virtual, to = rows[i] + first_rows[sources[i]], out + (b * n + i) * column[1]
+        found = copy_run(decoder, column[0], column[1], column[2], column[3], virtual, k - i, to)
+        if found != COPIED:
+            return found
+        i = k
+    return COPIED
+
+
+@compiled
+def _pad_blocked(program: Array, call: Array, column: Array, out: Any) -> None:
+    """Overwrite the rows that do not exist, as `_copy_group` does."""
+    group = GROUPS + column[6] * GROUP_SIZE
+    n_steps = program[SIZE] * call[N_WINDOWS]
+    exists = array_at(
+        pointer(call[EXISTS] + program[group + 5] * n_steps), (program[group + 3] * n_steps,), np.uint8
+    )
+    _pad(exists, column[7], column[1], out)
+
+
+@compiled
+def _copy_blocked(program: Array, call: Array, columns: Array, outputs: Array, first: int) -> int:
+    """Copy the rows of all outputs of a column that is stored in blocks; returns as `copy` does.
+
+    All outputs get the rows of one window before the next one, because these mostly lie in the same block.
+    """
+    decoder = decoder_at(call[DECODERS])
+    forget_blocks(decoder)
+    for b in range(call[N_WINDOWS]):
+        _ask_ahead(program, call, columns[first], b)
+        for c in range(first, len(outputs)):
+            is_same = columns[c, 2] == columns[first, 2]
+            if is_same and _copy_window(program, call, columns[c], decoder, b, outputs[c]) != COPIED:
+                return c
+    for c in range(first, len(outputs)):
+        if columns[c, 2] == columns[first, 2] and columns[c, 7]:
+            _pad_blocked(program, call, columns[c], outputs[c])
+    return -1
+
+
+@compiled
+def _is_first(columns: Array, c: int) -> bool:
+    """Whether no output before this one is of the same column."""
+    n_before = 0
+    for before in range(c):
+        n_before += columns[before, 2] == columns[c, 2]
+    return n_before == 0
 
 
 @compiled
 def copy(program: Array, call: Array, columns: Array, outputs: Array) -> int:
     """Copy the rows of all windows to the outputs, and pad rows that do not exist.
 
-    Returns -1, or the number of the first column with a page that is not resident; copying stops there.
+    Returns -1, or the number of the first column with a page that is not resident, or can't be decoded; copying
+    stops there.
     """
     n_steps = call[N_WINDOWS] * program[SIZE]
+    for c in range(len(outputs)):
+        if columns[c, 5] and _is_first(columns, c):
+            failed = _copy_blocked(program, call, columns, outputs, c)
+            if failed >= 0:
+                return failed
     for g in range(program[N_GROUPS]):
         n_offsets, n_before = program[GROUPS + g * GROUP_SIZE + 3], program[GROUPS + g * GROUP_SIZE + 5]
         failed = _copy_group(call, columns, outputs, g, n_before * n_steps, n_offsets * n_steps)
