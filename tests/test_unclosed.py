@@ -9,13 +9,14 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import trajstore
+from tests.support.warm_python import WarmPython, warm_python
 from trajstore import unclosed
 from trajstore.background_pool import BackgroundPool
 from trajstore.unclosed import Registration
@@ -45,8 +46,24 @@ LocalStorage.put_many = fail
 """
 
 
-def run(code: str, path: Path, *options: str, begin: str = BEGIN) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *options, "-c", begin + textwrap.dedent(code), str(path)]
+_python: list[WarmPython] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def python() -> Iterator[None]:
+    with warm_python() as python:
+        _python.append(python)
+        yield
+        _python.clear()
+
+
+def run(code: str, path: Path) -> subprocess.CompletedProcess[str]:
+    return _python[0].run_code(BEGIN + textwrap.dedent(code), path, timeout=300)
+
+
+def run_fresh(code: str, path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The same where nothing was imported before."""
+    command = [sys.executable, *options, "-c", BEGIN + textwrap.dedent(code), str(path)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
@@ -89,7 +106,7 @@ def test_a_script_that_closes_nothing_loses_nothing(end: str, code: int, last_li
 
 
 def test_open_episodes_are_cut_as_by_close(tmp_path: Path) -> None:
-    run("", tmp_path)
+    run_fresh("", tmp_path)
     assert trajstore.open(tmp_path / "buffer").episodes["end"].tolist() == ["cut"]
 
 
@@ -149,7 +166,7 @@ def test_a_forked_child_leaves_the_data_to_its_parent(tmp_path: Path) -> None:
         sys.exit(5)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 5
     """
-    ended = run(code, tmp_path, "-W", "error")
+    ended = run_fresh(code, tmp_path, "-W", "error")
     assert ended.returncode == 0, ended.stderr
     assert stored(tmp_path, "buffer") == stored(tmp_path, "writer") == list(range(7))
 
@@ -175,8 +192,7 @@ def test_children_of_multiprocessing_store_what_they_appended(method: str, tmp_p
             sys.exit(process.exitcode)
         """)
     )
-    command = [sys.executable, str(script), str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    ended = _python[0].run_script(script, tmp_path, timeout=300)
     assert ended.returncode == 0
     assert not [text for text in ("could not be closed", "schedule new futures") if text in ended.stderr]
     assert (stored(tmp_path, "parent"), stored(tmp_path, "child")) == ([0], [1])
@@ -236,7 +252,7 @@ def test_an_interrupt_while_a_thread_starts_does_not_keep_the_process_from_endin
 
 
 def test_warnings_name_what_was_left_open_if_they_are_enabled(tmp_path: Path) -> None:
-    ended = run("", tmp_path, "-W", "always::ResourceWarning")
+    ended = run_fresh("", tmp_path, "-W", "always::ResourceWarning")
     lines = [line for line in ended.stderr.splitlines() if "was left open" in line]
     assert [f"ReplayBuffer at {tmp_path}/buffer was left open" in line for line in lines] == [False, True]
     assert f"Writer of {tmp_path}/writer was left open; call close(), or use it in a with statement" in lines[0]

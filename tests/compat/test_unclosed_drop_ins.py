@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tensordict import TensorDict
 
 import trajstore
+from tests.support.warm_python import WarmPython, warm_python
 from trajstore.compat.torchrl import TrajStorage
 
 pytestmark = pytest.mark.closes_dropped
@@ -55,17 +57,26 @@ multiprocessing.get_context("fork").Process(target=print).start()
 """
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    with warm_python("tensordict") as python:
+        yield python
+
+
 @pytest.mark.parametrize("script", [RLINF, OBJECTRL, ALF], ids=["rlinf", "objectrl", "alf"])
 @pytest.mark.parametrize("end", ["", CHILD, "del buffer"], ids=["left", "with_child", "dropped"])
-def test_what_was_added_is_there_when_the_process_has_ended(script: str, end: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", script + end, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+def test_what_was_added_is_there_when_the_process_has_ended(
+    python: WarmPython, script: str, end: str, tmp_path: Path
+) -> None:
+    ended = python.run_code(script + end, tmp_path, timeout=300)
+    ended.check_returncode()
     assert not [text for text in ("could not", "schedule new futures") if text in ended.stderr]
     assert sum(record.rows for record in trajstore.open(tmp_path / "0").streams) >= 3
 
 
 @pytest.mark.parametrize("end", ["", "del storage"], ids=["left", "dropped"])
 def test_rows_of_a_storage_are_there_with_their_changes_in_place(end: str, tmp_path: Path) -> None:
+    # Not forked: what Triton writes about modules that a fork does not take down would be found in its errors.
     command = [sys.executable, "-c", TORCHRL + end, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert ended.stderr == ""

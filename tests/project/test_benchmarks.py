@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.warm_python import WarmPython, warm_python
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 EXPECTED = {
@@ -101,18 +104,37 @@ pytestmark = [
 ]
 
 
-def run(name: str, path: Path, *before: str) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    """With the peers that are installed."""
+    peers = ("torchrl.data", "stable_baselines3", "gymnasium", "cpprb")
+    with warm_python(*filter(find_spec, peers)) as python:
+        yield python
+
+
+def run(python: WarmPython, name: str, path: Path, *options: str) -> dict[str, Any]:
     """Run a benchmark in its small form and return the JSON it wrote."""
+    options = (*options, "--small", "--json", str(path))
+    done = python.run_script(BENCHMARKS / f"{name}.py", *options, timeout=400, cwd=BENCHMARKS)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(path.read_text())
+    return report
+
+
+def run_without(modules: str, name: str, path: Path, *options: str) -> dict[str, Any]:
+    """The same in a process that cannot import some modules."""
     script = str(BENCHMARKS / f"{name}.py")
-    command = [sys.executable, *(before or (script,)), "--small", "--json", str(path)]
+    hide = f"import runpy, sys; sys.modules |= dict.fromkeys({modules.split()!r});"
+    code = f"{hide} sys.path.insert(0, {str(BENCHMARKS)!r}); runpy.run_path({script!r}, run_name='__main__')"
+    command = [sys.executable, "-c", code, *options, "--small", "--json", str(path)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=400, cwd=BENCHMARKS)
     report: dict[str, Any] = json.loads(path.read_text())
     return report
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_benchmark_completes_and_writes_its_cases(name: str, tmp_path: Path) -> None:
-    report = run(name, tmp_path / "report.json")
+def test_a_benchmark_completes_and_writes_its_cases(python: WarmPython, name: str, tmp_path: Path) -> None:
+    report = run(python, name, tmp_path / "report.json")
     assert report["benchmark"] == name
     assert report["small"] is True
     assert set(EXPECTED[name]) <= set(report["cases"])
@@ -124,19 +146,15 @@ def test_a_benchmark_completes_and_writes_its_cases(name: str, tmp_path: Path) -
 
 
 def test_without_torchrl_its_cases_are_skipped_with_a_note(tmp_path: Path) -> None:
-    script = str(BENCHMARKS / "append.py")
-    hide = f"import runpy, sys; sys.modules['torch'] = None; sys.path.insert(0, {str(BENCHMARKS)!r});"
-    report = run(
-        "append", tmp_path / "report.json", "-c", f"{hide} runpy.run_path({script!r}, run_name='__main__')"
-    )
+    report = run_without("torch", "append", tmp_path / "report.json")
     assert not set(PEER) & set(report["cases"])
     assert set(EXPECTED["append"]) <= set(report["cases"])
     assert "torchrl is not installed: its cases are skipped" in report["notes"]
 
 
-def test_one_loop_runs_alone_with_the_given_steps_rounds_and_threads(tmp_path: Path) -> None:
+def test_one_loop_runs_alone_with_the_given_steps_rounds_and_threads(python: WarmPython, tmp_path: Path) -> None:
     options = ["--only", "dqn", "--steps", "2000", "--rounds", "2", "--threads", "1"]
-    report = run("loops", tmp_path / "report.json", str(BENCHMARKS / "loops.py"), *options)
+    report = run(python, "loops", tmp_path / "report.json", *options)
     loop = "append 1, draw 32, n-step 3"
     assert set(report["cases"]) >= {f"{loop}, {who}, 1 thread" for who in ("ours", "bare")}
     assert all(name.startswith(loop) and name.endswith("1 thread") for name in report["cases"])
@@ -150,10 +168,8 @@ def test_one_loop_runs_alone_with_the_given_steps_rounds_and_threads(tmp_path: P
 
 
 def test_loops_without_peers_skip_their_cases_with_a_note(tmp_path: Path) -> None:
-    script = str(BENCHMARKS / "loops.py")
-    hide = "import runpy, sys; sys.modules |= dict.fromkeys(['torchrl', 'cpprb', 'stable_baselines3']);"
-    code = f"{hide} sys.path.insert(0, {str(BENCHMARKS)!r}); runpy.run_path({script!r}, run_name='__main__')"
-    report = run("loops", tmp_path / "report.json", "-c", code, "--only", "dqn", "--threads", "1")
+    hidden, options = "torchrl cpprb stable_baselines3", ["--only", "dqn", "--threads", "1"]
+    report = run_without(hidden, "loops", tmp_path / "report.json", *options)
     assert {name.split(", ")[-2] for name in report["cases"]} == {"ours", "bare"}
     for peer in ("TorchRL", "cpprb", "SB3"):
         assert f"{peer} is not installed: its cases are skipped" in report["notes"]

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.support.warm_python import WarmPython, warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 NEEDS = {"jax_dqn": "jax", "sb3_sac": "stable_baselines3"}
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    with warm_python(*filter(find_spec, ["gymnasium"])) as python:
+        yield python
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_and_reaches_what_it_asserts(path: Path, tmp_path: Path) -> None:
+def test_an_example_runs_and_reaches_what_it_asserts(python: WarmPython, path: Path, tmp_path: Path) -> None:
     pytest.importorskip(NEEDS.get(path.stem, "gymnasium"))
-    command = [sys.executable, "-W", "error::ResourceWarning", str(path), str(tmp_path / "run")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    options = {"cwd": tmp_path, "env": environment, "warn": ["error::ResourceWarning"], "timeout": 900}
+    done = python.run_script(path, tmp_path / "run", **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), "an example says what it did"
 

@@ -118,11 +118,17 @@ def test_a_notebook_runs_from_any_directory(recorded: Path, copy: Path, place: s
 
 @lenient
 def test_a_notebook_runs_outside_the_project(
-    copy: Path, tmp_path_factory: pytest.TempPathFactory, recorded: Path
+    copy: Path, tmp_path_factory: pytest.TempPathFactory, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The store is looked for where trajstore is imported from."""
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    shutil.copy(copy / "notebooks" / EXPLORE, elsewhere)
-    assert "same bytes: True" in printed(executed(elsewhere / EXPLORE))
+    shutil.move(copy / "notebooks" / EXPLORE, elsewhere)
+    shutil.copytree(recorded, copy / "runs" / "demo")
+    (copy / "trajstore").symlink_to(ROOT / "trajstore")
+    monkeypatch.setenv("PYTHONPATH", str(copy))
+    notebook = executed(elsewhere / EXPLORE)
+    assert f"<Store {copy / 'runs' / 'demo' / 'store'}" in "".join(outputs(notebook, "text/plain"))
+    assert "same bytes: True" in printed(notebook)
 
 
 @lenient

@@ -1,6 +1,6 @@
 """A buffer that holds few steps takes little memory, whatever sizes it was made with.
 
-Each case runs in a fresh process, which says how much memory it has more than before it made the buffer.
+Each case runs in a process of its own, which says how much memory it has more than before it made the buffer.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.support.warm_python import WarmPython, warm_python
 
 MIB = 1 << 20
 STEP_BYTES = 4 * MIB  # all steps together
@@ -40,6 +42,22 @@ def step(kind: str) -> dict[str, Any]:
 
 def bound(kind: str) -> int:
     return 2 * STEP_BYTES + (2 * 40 * CHUNK_BYTES if kind == "many fields" else 0) + SLACK_BYTES
+
+
+MEASURE = f"""
+import json, sys
+from pathlib import Path
+from {__name__} import STEP_BYTES, growth
+root, kind, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+growth(str(root / "first"), kind, options, 100_000)  # imports and compiles what is needed
+print(json.dumps(growth(str(root / "measured"), kind, options, STEP_BYTES)))
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[WarmPython]:
+    with warm_python(__name__) as python:
+        yield python
 
 
 def resident_bytes() -> int:
@@ -90,16 +108,10 @@ def growth(url: str, kind: str, options: dict[str, Any], n_bytes: int) -> dict[s
         ("state", {"buffer_bytes": "4MiB"}),
     ],
 )
-def test_few_steps_take_little_memory(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    module = "tests.replay.test_memory_of_few_steps"
-    command = [sys.executable, "-m", module, str(tmp_path), kind, json.dumps(options)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+def test_few_steps_take_little_memory(
+    python: WarmPython, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    result = python.run_code(MEASURE, tmp_path, kind, json.dumps(options), timeout=600)
     assert result.returncode == 0, result.stderr
     found, most = json.loads(result.stdout), bound(kind)
     assert not {name: n for name, n in found.items() if n > most}, f"at most {most} bytes"
-
-
-if __name__ == "__main__":
-    root, kind, options = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    growth(str(root / "first"), kind, options, 100_000)  # imports and compiles what is needed
-    print(json.dumps(growth(str(root / "measured"), kind, options, STEP_BYTES)))  # noqa: T201

@@ -314,6 +314,25 @@ class _Rename:
     is_directory: bool
 
 
+@dataclass(slots=True)
+class _Part:
+    """What is below a directory: a sum over all that no choice changes, and the rest by path.
+
+    Attributes:
+        dirty: Files whose data is not durable.
+        open: Names that have changes.
+    """
+
+    total: int = 0
+    dirty: list[tuple[str, int]] = field(default_factory=list)
+    open: list[tuple[str, Key]] = field(default_factory=list)
+
+    def add(self, other: _Part) -> None:
+        self.total += other.total
+        self.dirty += other.dirty
+        self.open += other.open
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What a crash keeps of all that is not durable.
@@ -346,6 +365,7 @@ class FileSystem:
         self._quiet: set[int] = set()  # directories of temporary files
         self._n = 0
         self._contents: dict[int, bytes] = {}  # by hash
+        self._parts: dict[tuple[str, int], _Part] = {}  # by path and directory; forgotten with every operation
 
     @staticmethod
     def after(log: list[Entry]) -> FileSystem:
@@ -359,6 +379,7 @@ class FileSystem:
 
     def apply(self, operation: Operation) -> bool:
         """Execute an operation; returns whether it changed what a crash may leave."""
+        self._parts.clear()
         method: Callable[[Operation], bool] = getattr(self, f"_{operation.name}")
         return method(operation)
 
@@ -524,7 +545,56 @@ class FileSystem:
             for name, changes in named.items()
         }
 
-    def state(self, choice: Choice, *, with_scratch: bool = False) -> dict[str, int]:
+    def fingerprint(self, choice: Choice) -> int:
+        """A number that is equal for equal states, whatever temporary files are there."""
+        entries, total = self._settled(choice), 0
+        ahead = [self._part("", _ROOT)]
+        while ahead:
+            part = ahead.pop()
+            total += part.total
+            total += sum(_hash(path, self._number(self._data(inode, choice))) for path, inode in part.dirty)
+            for path, key in part.open:
+                inode = self._inode(key, choice, entries)
+                if inode in self._files:
+                    total += _hash(path, self._number(self._data(inode, choice)))
+                elif inode is not None and inode not in self._quiet:
+                    total += _hash(path, _DIRECTORY)
+                    ahead.append(self._part(f"{path}/", inode))
+        return total & (1 << 64) - 1
+
+    def _part(self, prefix: str, directory: int) -> _Part:
+        """What is below a directory; looked at once for each state of this file system."""
+        if (prefix, directory) not in self._parts:
+            self._parts[prefix, directory] = self._looked_at(prefix, directory)
+        return self._parts[prefix, directory]
+
+    def _looked_at(self, prefix: str, directory: int) -> _Part:
+        pending = self._pending.get(directory, {})
+        part = _Part(open=[(f"{prefix}{name}", (directory, name)) for name in pending])
+        for name, inode in self._durable[directory].items():
+            path = f"{prefix}{name}"
+            if name in pending or inode in self._quiet:
+                continue
+            if inode not in self._files:
+                part.total += _hash(path, _DIRECTORY)
+                part.add(self._part(f"{path}/", inode))
+            elif self._files[inode].is_dirty:
+                part.dirty.append((path, inode))
+            else:
+                part.total += _hash(path, self._number(self._files[inode].durable))
+        return part
+
+    def _data(self, inode: int, choice: Choice) -> bytes:
+        return self._files[inode].data(choice.files.get(inode, choice.data))
+
+    def _inode(self, key: Key, choice: Choice, entries: Mapping[Key, int]) -> int | None:
+        """What a name with changes stands for after a crash."""
+        directory, name = key
+        if n := self._n_kept(key, choice, entries):
+            return self._pending[directory][name][n - 1].inode
+        return self._durable[directory].get(name)
+
+    def state(self, choice: Choice) -> dict[str, int]:
         """The paths that a crash leaves, each with the hash of its content, or -1 for a directory."""
         found: dict[str, int] = {}
         entries = self._settled(choice)
@@ -534,15 +604,15 @@ class FileSystem:
             for name, inode in self._entries(directory, choice, entries).items():
                 path = f"{prefix}{name}"
                 if inode in self._files:
-                    found[path] = self._number(self._files[inode].data(choice.files.get(inode, choice.data)))
-                elif inode not in self._quiet or with_scratch:
+                    found[path] = self._number(self._data(inode, choice))
+                else:
                     found[path] = _DIRECTORY
                     ahead.append((f"{path}/", inode))
         return found
 
     def tree(self, choice: Choice) -> dict[str, bytes | None]:
         """All that a crash leaves: every file with its bytes, every directory with None."""
-        state = self.state(choice, with_scratch=True)
+        state = self.state(choice)
         return {path: None if n == _DIRECTORY else self._contents[n] for path, n in state.items()}
 
     def volatile_tree(self) -> dict[str, bytes | None]:
@@ -564,6 +634,11 @@ class FileSystem:
         number = hash(data)  # never -1
         self._contents[number] = data
         return number
+
+
+def _hash(path: str, content: int) -> int:
+    # Of one string: hashes of pairs are so regular that sums of them are often equal.
+    return hash(f"{path} {content}")
 
 
 def _set(named: dict[str, int], name: str, inode: int | None) -> None:
@@ -633,7 +708,7 @@ def _crashes_now(
 ) -> Iterator[Crash]:
     seen: set[int] = set()
     for choice in _choices_now(system, np.random.default_rng(at), n_random):
-        state = hash(frozenset(system.state(choice).items()))
+        state = system.fingerprint(choice)
         if state not in seen and (chosen is None or state in chosen):
             seen.add(state)
             yield Crash(at, marks, state, lambda choice=choice: system.tree(choice))  # type: ignore[misc]
