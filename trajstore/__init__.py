@@ -5,7 +5,7 @@ writers append and whose snapshots are read; `Reader` samples batches of `Window
 
 - The live buffer: `ReplayBuffer`, `Retention`, `SamplesPerInsert`, `redistribute`, `request_checkpoint`.
 - Stores: `create`, `open`, `copy`, `pack`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`, `Schema`, `Field`,
-  `Checkpoint`.
+  `Checkpoint`, `DiskCache`.
 - Sampling: `Reader`, `Windows`, `Batch`, `Priorities`, `Linear`, `Hindsight`, `Mixture`, `Ring`, `BatchDataset`,
   `WindowDataset`.
 - Errors: all are a `TrajstoreError`.
@@ -45,6 +45,7 @@ from trajstore.errors import (
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey, Handle, Handles
 from trajstore.schema import Field, Schema
+from trajstore.storage import DiskCache
 from trajstore.store.checkpoints import Checkpoint
 from trajstore.store.copying import copy
 from trajstore.store.packing import pack
@@ -85,6 +86,7 @@ __all__ = [
     "ConflictError",
     "CorruptionError",
     "DataError",
+    "DiskCache",
     "EpisodeKey",
     "EpisodeNotFoundError",
     "EpisodeTable",

@@ -13,8 +13,10 @@ from typing import Any
 
 import fsspec.core
 
+from trajstore.storage.disk_cache import DiskCache, DiskCachedStorage
 from trajstore.storage.file_maps import FileMap
 from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Put, Storage
+from trajstore.storage.layers import CountedStorage, StorageLayer
 from trajstore.storage.local import LocalStorage
 from trajstore.storage.remote import FsspecStorage
 
@@ -26,18 +28,26 @@ __all__ = [
     "ANY",
     "OWN",
     "UNSEEN",
+    "CountedStorage",
+    "DiskCache",
+    "DiskCachedStorage",
     "FileMap",
     "FsspecStorage",
     "LocalStorage",
     "Place",
     "Put",
     "Storage",
+    "StorageLayer",
     "open_storage",
 ]
 
 
 def open_storage(
-    url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, *, fsync: bool = True
+    url: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    fsync: bool = True,
+    disk_cache: DiskCache | None = None,
 ) -> Storage:
     """The storage at a URL. Makes no request and creates no file.
 
@@ -45,6 +55,7 @@ def open_storage(
         url: A path, or an fsspec URL of memory, S3, GCS or Azure.
         options: Arguments of fsspec's filesystem for that URL (credentials, endpoints).
         fsync: Whether local puts survive a power cut; without it they survive only a crash of the process.
+        disk_cache: Where objects of a remote store are kept on a local disk; None: nowhere.
 
     Raises:
         ValueError: Puts at the URL are not known to be atomic, or it lacks ``//``.
@@ -52,6 +63,10 @@ def open_storage(
     """
     if not isinstance(url, (str, os.PathLike)):
         raise TypeError(f"url: expected a path or a URL, such as 'runs/walker' or 'memory://run', got {url!r:.80}")
+    if disk_cache is not None and not isinstance(disk_cache, DiskCache):
+        raise TypeError(
+            f"disk_cache: expected a trajstore.DiskCache(directory, budget_bytes), got {disk_cache!r:.80}"
+        )
     text = os.fspath(url)
     protocol, path = fsspec.core.split_protocol(text)
     start, colon, rest = text.partition(":")
@@ -68,4 +83,5 @@ def open_storage(
             f"{protocol}://: no store can be used there, because puts are not known to be atomic; use a directory"
             f" or one of {', '.join(sorted(_ATOMIC))}. To read a store that lies there, copy its files first"
         )
-    return FsspecStorage(text, dict(options or {}))
+    storage = CountedStorage(FsspecStorage(text, dict(options or {})))
+    return storage if disk_cache is None else DiskCachedStorage(storage, disk_cache)
