@@ -147,6 +147,11 @@ class Storage:
             return False
         return True
 
+    @property
+    def is_read_only(self) -> bool:
+        """Whether nothing can ever be put here."""
+        return False
+
     def check_writable(self) -> None:
         """Refuse a place that is known to be read-only, without a request.
 

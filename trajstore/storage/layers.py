@@ -80,6 +80,10 @@ class StorageLayer(Storage):
     def put_once(self, key: str, data: bytes) -> bool:
         return self.inner.put_once(key, data)
 
+    @property
+    def is_read_only(self) -> bool:
+        return self.inner.is_read_only
+
     def check_writable(self) -> None:
         self.inner.check_writable()
 

@@ -245,6 +245,8 @@ def create_imported(
 def _create(
     storage: Storage, url: Url, schema: Schema | None, storage_options: Mapping[str, Any] | None, exist_ok: bool
 ) -> Store:
+    if storage.is_read_only:
+        storage.check_writable()  # raises
     if not _make_root(storage) and not exist_ok:
         raise StoreExistsError(f"{storage.display} is already a store; open it, or pass exist_ok=True")
     check_root(storage)
@@ -266,7 +268,8 @@ def open(  # noqa: A001 - trajstore.open reads as it should
     """Open a store, for reading or for more writers.
 
     Args:
-        url: A path, or an fsspec URL of memory, S3, GCS or Azure.
+        url: A path, or an fsspec URL of memory, S3, GCS or Azure; for reading also of a web server (``https://``),
+            Hugging Face (``hf://``), a zip file (``zip://::https://...``) or another chain of URLs.
         at: Name or id of a checkpoint, or ``"latest"``: show that checkpoint, read-only.
         storage_options: Options for fsspec's filesystem, such as credentials and endpoints; never stored or shown.
         fsync: Whether commits to a local directory survive a power cut. Without it they survive only a crash of the
