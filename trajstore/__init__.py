@@ -5,7 +5,8 @@ writers append and whose snapshots are read; `Reader` samples batches of `Window
 
 - The live buffer: `ReplayBuffer`, `Retention`, `SamplesPerInsert`, `redistribute`, `request_checkpoint`.
 - Stores: `create`, `open`, `copy`, `pack`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`, `Schema`, `Field`,
-  `Checkpoint`.
+  `Checkpoint`, `DiskCache`,
+  `estimate_cost`, `Cost`, `Prices`.
 - Sampling: `Reader`, `Windows`, `Batch`, `Priorities`, `Linear`, `Hindsight`, `Mixture`, `Ring`, `BatchDataset`,
   `WindowDataset`.
 - Errors: all are a `TrajstoreError`.
@@ -18,6 +19,7 @@ docs/architecture.md.
 
 from typing import TYPE_CHECKING, Any
 
+from trajstore.cost import Cost, Prices, estimate_cost
 from trajstore.distributed.checkpoint_requests import request_checkpoint
 from trajstore.errors import (
     AmbiguousCheckpointError,
@@ -45,6 +47,7 @@ from trajstore.errors import (
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey, Handle, Handles
 from trajstore.schema import Field, Schema
+from trajstore.storage import DiskCache
 from trajstore.store.checkpoints import Checkpoint
 from trajstore.store.copying import copy
 from trajstore.store.packing import pack
@@ -84,7 +87,9 @@ __all__ = [
     "ClosedError",
     "ConflictError",
     "CorruptionError",
+    "Cost",
     "DataError",
+    "DiskCache",
     "EpisodeKey",
     "EpisodeNotFoundError",
     "EpisodeTable",
@@ -100,6 +105,7 @@ __all__ = [
     "PacingError",
     "PartitionReport",
     "Partitions",
+    "Prices",
     "Priorities",
     "RankError",
     "RankTimeoutError",
@@ -126,6 +132,7 @@ __all__ = [
     "WriterOptions",
     "copy",
     "create",
+    "estimate_cost",
     "open",
     "pack",
     "redistribute",

@@ -12,7 +12,7 @@ from trajstore.compat.options import ReplayOptionsDict, SamplingOptionsDict
 from trajstore.replay.options import ReplayOptions
 
 OF_DROP_INS = {"capacity", "device", "sample", "seed"}  # every drop-in has its own parameters for these
-OF_STORES = {"storage_options", "fsync"}
+OF_STORES = {"storage_options", "fsync", "disk_cache"}
 
 
 def test_the_typed_options_are_those_of_the_buffer() -> None:

@@ -146,7 +146,7 @@ def test_a_writer_whose_schema_was_replaced_withdraws_its_stream(place: Place) -
     store = trajstore.create(place[0], storage_options=place[1])
     writer = store.writer()
     writer.append(one_step(3), terminated=True)
-    storage = open_storage(place[0], place[1])
+    storage = open_storage(place[0], place[1]).source
     real_put = remote.FsspecStorage.put
 
     def put(self: Any, key: str, data: bytes, expect: str = "*") -> str:

@@ -182,7 +182,7 @@ def test_within_one_service_no_chunk_passes_through_this_machine(
     source, target = new_place("s3"), new_place("s3")
     build(source)
     got: list[str] = []
-    real = type(real_storage(source.url, source.options)).get
+    real = type(real_storage(source.url, source.options).source).get
 
     def get(self: Any, key: str) -> bytes:
         got.append(key)

@@ -53,6 +53,8 @@ def info(
     snapshot = open_snapshot(url, storage_option, at)
     with damage_of_a_store():
         facts = _store_facts(snapshot, with_sizes=sizes)
+    if counted := snapshot.storage.stats():
+        facts["traffic"] = counted
     print_facts(facts, print_info, as_json)
     return FINE
 
@@ -162,6 +164,14 @@ def print_info(console: "Console", facts: Facts) -> None:
     print_checkpoints(console, facts["checkpoints"])
     if facts["columns"]:
         _print_columns(console, facts["columns"])
+    if "traffic" in facts:
+        _print_traffic(console, facts["traffic"])
+
+
+def _print_traffic(console: "Console", traffic: Facts) -> None:
+    """Print the requests that this command made to a remote store."""
+    requests = ", ".join(f"{n:,} {kind}" for kind, n in traffic["requests"].items() if n)
+    console.print(f"Requests of this command: {requests}; {format_bytes(traffic['bytes_read'])} read")
 
 
 def _print_columns(console: "Console", columns: Sequence[Facts]) -> None:

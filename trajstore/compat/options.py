@@ -10,8 +10,9 @@ from typing import Any, Literal, TypedDict
 from trajstore.replay.options import ReplayOptions
 from trajstore.replay.pacing import SamplesPerInsert
 from trajstore.sampling.priorities.priority_options import Priorities
+from trajstore.storage import DiskCache
 
-_STORE_OPTIONS = {"storage_options", "fsync"}
+_STORE_OPTIONS = {"storage_options", "fsync", "disk_cache"}
 
 
 class ReplayOptionsDict(TypedDict, total=False):
@@ -38,6 +39,7 @@ class ReplayOptionsDict(TypedDict, total=False):
     compiled: bool
     storage_options: Mapping[str, Any] | None
     fsync: bool
+    disk_cache: DiskCache | None
 
 
 class SamplingOptionsDict(ReplayOptionsDict, total=False):

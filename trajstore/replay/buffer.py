@@ -37,6 +37,7 @@ from trajstore.sampling.priorities.priority_options import Priorities
 from trajstore.sampling.reader import Reader
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema
+from trajstore.storage import DiskCache
 from trajstore.store.store import Store, Url, create
 from trajstore.store.store import open as open_store
 
@@ -99,6 +100,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         compiled: Use compiled loops on the CPU; the batches are the same without.
         storage_options: Options for fsspec's filesystem (credentials, endpoints); never stored or shown.
         fsync: Whether commits to a local directory survive a power cut.
+        disk_cache: Where objects of a remote store are kept on a local disk, once they were read.
     """
 
     @names_options
@@ -135,6 +137,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         compiled: bool = True,
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
+        disk_cache: DiskCache | None = None,
     ) -> None:
         given: OptionChanges = {
             "capacity": capacity,
@@ -165,7 +168,9 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         }
         options = check_options(ReplayOptions(), with_ranks(given))
         check_exist(exist)
-        store = create(url, schema, storage_options=storage_options, exist_ok=True, fsync=fsync)
+        store = create(
+            url, schema, storage_options=storage_options, exist_ok=True, fsync=fsync, disk_cache=disk_cache
+        )
         self._begin(start_at(store, options, given, exist))
 
     @classmethod
@@ -179,6 +184,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         n_envs: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
+        disk_cache: DiskCache | None = None,
         **changes: Unpack[OptionChanges],
     ) -> ReplayBuffer:
         """Continue from a checkpoint, in a new session: the next batch is the one that would have come.
@@ -201,6 +207,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             n_envs: Environments of each rank; see `redistribute`.
             storage_options: As for the constructor; never stored.
             fsync: As for the constructor.
+            disk_cache: As for the constructor.
             changes: Options of the constructor that differ from those of the session that saved the checkpoint. A
                 lower limit evicts; another device or cache size does not change any batch.
 
@@ -208,7 +215,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             CheckpointNotFoundError: There is no such checkpoint.
             AmbiguousCheckpointError: "latest" could be one of several, of different lineages.
         """
-        store = open_store(url, storage_options=storage_options, fsync=fsync)
+        store = open_store(url, storage_options=storage_options, fsync=fsync, disk_cache=disk_cache)
         which = checkpoint if isinstance(checkpoint, str) else checkpoint["checkpoint"]
         buffer = cls.__new__(cls)
         buffer._begin(start_resumed(store, which, changes, RedistributionOptions(policy, incomplete, n_envs)))
@@ -224,6 +231,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         world: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
+        disk_cache: DiskCache | None = None,
         **changes: Unpack[RejoinChanges],
     ) -> ReplayBuffer:
         """Take the place of a rank that died alone, while the other ranks continue.
@@ -240,13 +248,14 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             world: Id of the world; by default the newest one that has such a rank.
             storage_options: As for the constructor; never stored.
             fsync: As for the constructor.
+            disk_cache: As for the constructor.
             changes: Options of the constructor that differ from those of the last checkpoint; all options, if there
                 is no checkpoint.
 
         Raises:
             RankError: There is no such world.
         """
-        store = open_store(url, storage_options=storage_options, fsync=fsync)
+        store = open_store(url, storage_options=storage_options, fsync=fsync, disk_cache=disk_cache)
         buffer = cls.__new__(cls)
         buffer._begin(start_rejoined(store, world, {**changes, "rank": rank, "world_size": world_size}))
         return buffer
@@ -411,6 +420,8 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
         ``["storage"]["step_bytes"]`` are the bytes of the committed steps that can be sampled; None if other
         sessions wrote some of them and no limit counts bytes. `storage_report` says what else takes bytes, and why.
         ``["packing"]``, with the option ``pack``, counts the streams packed and their objects before and after.
+        For a remote store there are also its ``requests`` by kind, ``bytes_read`` and ``bytes_written`` of this
+        process, and what its ``disk_cache`` found and kept.
         """
         session = self._session
         with session.up_to_date() as assembler:
@@ -426,7 +437,7 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             }
             step_bytes = session.step_bytes()
         figures["writer"] = session.writer.stats()
-        figures["storage"] = {"step_bytes": step_bytes, **session.collector.stats()}
+        figures["storage"] = {"step_bytes": step_bytes, **session.collector.stats(), **session.storage.stats()}
         if session.packing is not None:
             figures["packing"] = session.packing.stats()
         if session.pace is not None:

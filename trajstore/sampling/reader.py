@@ -462,9 +462,9 @@ class Reader(StepValues):
             self.assembler.resize(budget=budget, host_budget=host_budget)
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the cache, and the memory that cache and index use."""
+        """Counters of the cache, the memory that cache and index use, and requests and bytes of a remote store."""
         with self.assembler.lock:
-            return self.assembler.stats()
+            return self.assembler.stats() | {"storage": self.assembler.snapshot.storage.stats()}
 
     # ---- state
 

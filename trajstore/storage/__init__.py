@@ -13,38 +13,54 @@ from typing import Any
 
 import fsspec.core
 
+from trajstore.storage.disk_cache import DiskCache, DiskCachedStorage
 from trajstore.storage.file_maps import FileMap
 from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Put, Storage
+from trajstore.storage.layers import CountedStorage, StorageLayer
 from trajstore.storage.local import LocalStorage
+from trajstore.storage.read_only import ReadOnlyStorage
 from trajstore.storage.remote import FsspecStorage
 
 # Protocols for which one put is one request that replaces the whole object.
 _ATOMIC = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+# Protocols that stores are read from; chains of URLs (`::`) are, too.
+_READ_ONLY = frozenset({"http", "https", "hf", "zip"})
 
 __all__ = [
     "ABSENT",
     "ANY",
     "OWN",
     "UNSEEN",
+    "CountedStorage",
+    "DiskCache",
+    "DiskCachedStorage",
     "FileMap",
     "FsspecStorage",
     "LocalStorage",
     "Place",
     "Put",
+    "ReadOnlyStorage",
     "Storage",
+    "StorageLayer",
     "open_storage",
 ]
 
 
 def open_storage(
-    url: str | os.PathLike[str], options: Mapping[str, Any] | None = None, *, fsync: bool = True
+    url: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    fsync: bool = True,
+    disk_cache: DiskCache | None = None,
 ) -> Storage:
     """The storage at a URL. Makes no request and creates no file.
 
     Args:
-        url: A path, or an fsspec URL of memory, S3, GCS or Azure.
+        url: A path, or an fsspec URL of memory, S3, GCS or Azure; for reading also of a web server (``https://``),
+            Hugging Face (``hf://``), a zip file (``zip://::https://...``) or another chain of URLs.
         options: Arguments of fsspec's filesystem for that URL (credentials, endpoints).
         fsync: Whether local puts survive a power cut; without it they survive only a crash of the process.
+        disk_cache: Where objects of a remote store are kept on a local disk; None: nowhere.
 
     Raises:
         ValueError: Puts at the URL are not known to be atomic, or it lacks ``//``.
@@ -52,6 +68,10 @@ def open_storage(
     """
     if not isinstance(url, (str, os.PathLike)):
         raise TypeError(f"url: expected a path or a URL, such as 'runs/walker' or 'memory://run', got {url!r:.80}")
+    if disk_cache is not None and not isinstance(disk_cache, DiskCache):
+        raise TypeError(
+            f"disk_cache: expected a trajstore.DiskCache(directory, budget_bytes), got {disk_cache!r:.80}"
+        )
     text = os.fspath(url)
     protocol, path = fsspec.core.split_protocol(text)
     start, colon, rest = text.partition(":")
@@ -63,9 +83,16 @@ def open_storage(
         if options:
             raise TypeError(f"{text}: a local directory takes no storage options, got {sorted(options)}")
         return LocalStorage(Path(path).expanduser().absolute(), fsync=fsync)
-    if protocol not in _ATOMIC:
+    raw: Storage
+    if protocol in _READ_ONLY or "::" in text:
+        raw = ReadOnlyStorage(text, dict(options or {}))
+    elif protocol in _ATOMIC:
+        raw = FsspecStorage(text, dict(options or {}))
+    else:
         raise ValueError(
             f"{protocol}://: no store can be used there, because puts are not known to be atomic; use a directory"
-            f" or one of {', '.join(sorted(_ATOMIC))}. To read a store that lies there, copy its files first"
+            f" or one of {', '.join(sorted(_ATOMIC))}; to read a store, also one of"
+            f" {', '.join(sorted(_READ_ONLY))}. A store that lies elsewhere must be copied first"
         )
-    return FsspecStorage(text, dict(options or {}))
+    storage = CountedStorage(raw)
+    return storage if disk_cache is None else DiskCachedStorage(storage, disk_cache)

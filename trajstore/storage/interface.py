@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -52,6 +52,36 @@ class Storage:
         self._executor: BackgroundPool | None = None
         self._executor_pid = 0
         _alive.add(self)
+
+    def reset_locks(self) -> None:
+        """Make new locks, in a process that was forked."""
+        self._lock = threading.Lock()
+
+    @property
+    def source(self) -> Storage:
+        """The storage itself, without copies that are kept nearer."""
+        return self
+
+    @property
+    def keeps_objects(self) -> bool:
+        """Whether copies of objects are kept nearer, so that `note_rows` should be called."""
+        return False
+
+    def note_rows(self, folder: str, arrays: Mapping[str, tuple[int, int]], *, is_final: bool) -> None:
+        """Learn how many rows the arrays of a stream have: objects that are full of rows never change.
+
+        Called before any of these rows are read.
+
+        Args:
+            folder: The stream's folder.
+            arrays: By path in the folder: rows in an object, and rows of the array.
+            is_final: Whether a reader of these rows expects no more. The last object may still be replaced, by one
+                that has these rows and others.
+        """
+
+    def stats(self) -> dict[str, Any]:
+        """What was counted: requests, bytes, copies that were found nearer; nothing for a local directory."""
+        return {}
 
     def get(self, key: str) -> bytes:
         """The object's bytes.
@@ -116,6 +146,11 @@ class Storage:
         except FileExistsError:
             return False
         return True
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether nothing can ever be put here."""
+        return False
 
     def check_writable(self) -> None:
         """Refuse a place that is known to be read-only, without a request.
@@ -219,7 +254,7 @@ _alive: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for storage in list(_alive):
-        storage._lock = threading.Lock()  # the thread that held it does not exist in the child
+        storage.reset_locks()  # the thread that held one does not exist in the child
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -74,6 +74,8 @@ def copy_objects(
     source: Storage, target: Storage, *, at: str | None = None, progress: Progress | None = None
 ) -> None:
     """Copy a store between storages; see `copy`."""
+    if target.is_read_only:
+        target.check_writable()  # raises
     check_root(source)
     schema = read_schema(source)
     checkpoint = None if at is None else find(source, at)

@@ -23,7 +23,7 @@ from trajstore.format.zarr_json import (
     trajstore_attributes,
 )
 from trajstore.schema import Schema, as_schema, check_name, check_not_reserved, has_reserved
-from trajstore.storage import Storage, open_storage
+from trajstore.storage import DiskCache, Storage, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints
 from trajstore.store.schema_objects import read_schema, settle
 from trajstore.store.snapshot import Snapshot
@@ -202,6 +202,7 @@ def create(
     storage_options: Mapping[str, Any] | None = None,
     exist_ok: bool = False,
     fsync: bool = True,
+    disk_cache: DiskCache | None = None,
 ) -> Store:
     """Create an empty store.
 
@@ -214,13 +215,14 @@ def create(
             ``fill``: those that the store lacks are added to it, and those that it has may be left out here.
         fsync: Whether commits to a local directory survive a power cut. Without it they survive only a crash of the
             process.
+        disk_cache: Where objects of a remote store are kept on a local disk, once they were read; None: nowhere.
 
     Raises:
         StoreExistsError: The location already holds a store, or something else.
         SchemaError: The store has another schema, or a field has a name that batches use for something else.
     """
     fields = as_schema(schema)
-    storage = open_storage(url, storage_options, fsync=fsync)
+    storage = open_storage(url, storage_options, fsync=fsync, disk_cache=disk_cache)
     if fields is not None and has_reserved(fields):
         known = read_schema(storage) or ()  # an older store may have such fields already
         check_not_reserved([path for path in fields if path not in known])
@@ -243,6 +245,8 @@ def create_imported(
 def _create(
     storage: Storage, url: Url, schema: Schema | None, storage_options: Mapping[str, Any] | None, exist_ok: bool
 ) -> Store:
+    if storage.is_read_only:
+        storage.check_writable()  # raises
     if not _make_root(storage) and not exist_ok:
         raise StoreExistsError(f"{storage.display} is already a store; open it, or pass exist_ok=True")
     check_root(storage)
@@ -254,16 +258,23 @@ def _create(
 
 
 def open(  # noqa: A001 - trajstore.open reads as it should
-    url: Url, *, at: str | None = None, storage_options: Mapping[str, Any] | None = None, fsync: bool = True
+    url: Url,
+    *,
+    at: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    fsync: bool = True,
+    disk_cache: DiskCache | None = None,
 ) -> Store:
     """Open a store, for reading or for more writers.
 
     Args:
-        url: A path, or an fsspec URL of memory, S3, GCS or Azure.
+        url: A path, or an fsspec URL of memory, S3, GCS or Azure; for reading also of a web server (``https://``),
+            Hugging Face (``hf://``), a zip file (``zip://::https://...``) or another chain of URLs.
         at: Name or id of a checkpoint, or ``"latest"``: show that checkpoint, read-only.
         storage_options: Options for fsspec's filesystem, such as credentials and endpoints; never stored or shown.
         fsync: Whether commits to a local directory survive a power cut. Without it they survive only a crash of the
             process.
+        disk_cache: Where objects of a remote store are kept on a local disk, once they were read; None: nowhere.
 
     Raises:
         StoreNotFoundError: The location holds no store.
@@ -271,7 +282,7 @@ def open(  # noqa: A001 - trajstore.open reads as it should
         CheckpointNotFoundError: The store has no such checkpoint.
         AmbiguousCheckpointError: Several checkpoints match, and none descends from all others.
     """
-    storage = open_storage(url, storage_options, fsync=fsync)
+    storage = open_storage(url, storage_options, fsync=fsync, disk_cache=disk_cache)
     check_root(storage)
     store = Store(storage, url, storage_options)
     if at is None:

@@ -67,6 +67,17 @@ class StreamReader:
         # By array and shard: the index, and the rows of the array when it was read. Complete chunks never move in
         # their shard, so their entries are valid for good; that of a part-filled chunk until the next commit.
         self._shard_indexes: dict[tuple[str, int], tuple[Array, int]] = {}
+        if storage.keeps_objects:
+            self._note_rows()
+
+    def _note_rows(self) -> None:
+        # Derived columns are overwritten, so their objects are not noted.
+        rows = {
+            path: (layout.object_rows, self.record.length(path))
+            for path, layout in self.record.layouts.items()
+            if not path.startswith("columns/")
+        }
+        self._storage.note_rows(self.record.folder, rows, is_final=self.record.is_sealed)
 
     def advanced(self, record: CommitRecord) -> StreamReader:
         """A reader for a newer record of the same stream; shares the cached shard indexes of the same objects."""

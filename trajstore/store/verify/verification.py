@@ -47,6 +47,7 @@ def verify(
         StorageError: The storage stopped answering.
     """
     storage = store.snapshot.storage if isinstance(store, Store) else open_storage(store, storage_options)
+    storage = storage.source  # what is stored is checked, not copies of it
     inspection = Inspection(storage, fast, progress, VerifyReport(storage.display))
     check_root(inspection)
     check_groups(inspection)

@@ -1,0 +1,540 @@
+"""The disk cache: what it serves is what the store holds, whatever happens to its files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import logging
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import trajstore
+from trajstore import DiskCache, Field, Reader, Windows
+from trajstore.errors import StorageError
+from trajstore.storage import (
+    DiskCachedStorage,
+    LocalStorage,
+    Storage,
+    StorageLayer,
+    disk_files,
+    open_storage,
+)
+from trajstore.testing.conformance import StorageConformance
+
+SCHEMA = {
+    "obs": Field("float32", (64,), chunk_rows=64, shard_rows=512),
+    "action": Field("int64", (), chunk_rows=256),
+}
+JOIN_S = 60
+
+
+def cached(directory: Path, url: str, budget: int | str = "100MB") -> DiskCachedStorage:
+    storage = open_storage(url, disk_cache=DiskCache(directory, budget))
+    assert isinstance(storage, DiskCachedStorage)
+    return storage
+
+
+def in_directory(directory: Path, disk: Path, budget: int | str = "100MB") -> DiskCachedStorage:
+    """In front of a directory that stands for a bucket: other processes see it, too."""
+    return DiskCachedStorage(LocalStorage(directory, fsync=False), DiskCache(disk, budget))
+
+
+class TestDiskCached(StorageConformance):
+    is_per_process = True
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Storage:
+        return cached(tmp_path / "disk", f"memory://{uuid.uuid4().hex}")
+
+
+class TestDiskCachedDirectory(StorageConformance):
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> Storage:
+        return in_directory(tmp_path / "bucket", tmp_path / "disk")
+
+
+def test_a_layer_passes_every_call_on() -> None:
+    public = {
+        n
+        for n, m in vars(Storage).items()
+        if not n.startswith("_") and (inspect.isfunction(m) or isinstance(m, property))
+    }
+    assert public - vars(StorageLayer).keys() <= {"reset_locks"}
+
+
+# ---- a store through the cache
+
+
+@pytest.fixture
+def url() -> str:
+    return f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    return tmp_path / "disk"
+
+
+def fill(url: str, n_episodes: int = 20, length: int = 100) -> None:
+    rng = np.random.default_rng(7)
+    with trajstore.create(url, SCHEMA).writer(commit_seconds=None) as writer:
+        for _ in range(n_episodes):
+            writer.append_episode(
+                {
+                    "obs": rng.normal(size=(length, 64)).astype(np.float32),
+                    "action": rng.integers(0, 1 << 60, length),
+                }
+            )
+
+
+def steps(store: trajstore.Store | trajstore.Snapshot) -> list[dict[str, Any]]:
+    return [store.read_episode(i) for i in range(len(store.episodes))]
+
+
+def assert_equal(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
+
+
+def counts(store: trajstore.Store) -> dict[str, Any]:
+    found: dict[str, Any] = store.snapshot.storage.stats()["disk_cache"]
+    return found
+
+
+def files_of(disk: Path) -> list[Path]:
+    return [path for path in (disk / "trajstore-1" / "objects").rglob("*") if path.is_file()]
+
+
+def used(disk: Path) -> int:
+    total = 0
+    for path in files_of(disk):
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_blocks * 512
+    return total
+
+
+def test_what_was_read_once_is_read_from_the_disk(url: str, disk: Path) -> None:
+    fill(url)
+    expected = steps(trajstore.open(url))
+    first = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    assert_equal(steps(first), expected)
+    assert counts(first)["misses"] > 0
+    second = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    opened = second.snapshot.storage.stats()["bytes_read"]
+    assert_equal(steps(second), expected)
+    assert counts(second)["misses"] == 0
+    assert counts(second)["bytes_hit"] > 0
+    assert second.snapshot.storage.stats()["bytes_read"] == opened  # nothing was asked of the store
+
+
+def test_batches_are_those_of_a_reader_without_it(url: str, disk: Path) -> None:
+    fill(url)
+    options = DiskCache(disk, "100MB")
+    plain = Reader(trajstore.open(url), cache_bytes="64KiB", seed=3)
+    for _ in range(2):
+        reader = Reader(trajstore.open(url, disk_cache=options), cache_bytes="64KiB", host_cache_bytes=0, seed=3)
+        plain.load_state_dict(reader.state_dict())
+        for _ in range(5):
+            expected, found = plain.sample(32, Windows(4)), reader.sample(32, Windows(4))
+            for name in ("obs", "action"):
+                np.testing.assert_array_equal(found[name].numpy(), expected[name].numpy())
+    assert reader.stats()["storage"]["disk_cache"]["hits"] > 0
+
+
+def test_a_buffer_reports_requests_and_the_disk(url: str, disk: Path) -> None:
+    with trajstore.ReplayBuffer(url, schema=SCHEMA, disk_cache=DiskCache(disk, "1MB")) as buffer:
+        buffer.append({"obs": np.zeros(64, np.float32), "action": 0}, terminated=True)
+        buffer.flush()
+        found = buffer.stats()["storage"]
+    assert found["requests"]["put"] > 0
+    assert found["bytes_written"] > 0
+    assert found["disk_cache"]["hits"] == 0
+
+
+def test_its_directories_and_files_are_for_this_user_alone(url: str, disk: Path) -> None:
+    fill(url)
+    old = os.umask(0)
+    try:
+        steps(trajstore.open(url, disk_cache=DiskCache(disk, "100MB")))
+    finally:
+        os.umask(old)
+    for path in (disk / "trajstore-1").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_directory_that_others_may_write_to_is_closed_to_them(url: str, disk: Path) -> None:
+    fill(url)
+    (disk / "trajstore-1").mkdir(parents=True)
+    (disk / "trajstore-1").chmod(0o777)
+    trajstore.open(url, disk_cache=DiskCache(disk, "1MB"))
+    assert (disk / "trajstore-1").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_to_elsewhere_is_refused(url: str, disk: Path, tmp_path: Path) -> None:
+    fill(url)
+    disk.mkdir()
+    (disk / "trajstore-1").symlink_to(tmp_path)
+    with pytest.raises(StorageError, match="not a directory of this user"):
+        trajstore.open(url, disk_cache=DiskCache(disk, "1MB"))
+
+
+def test_no_credential_is_written_to_the_disk(disk: Path, new_place: Callable[[str], Any]) -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    fill(url)
+    options = {"password": "hunter2-secret"}
+    store = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"), storage_options=options)
+    steps(store)
+    for path in disk.rglob("*"):
+        assert "hunter2" not in str(path)
+        assert path.is_dir() or b"hunter2" not in path.read_bytes()
+    assert "hunter2" not in repr(store.snapshot.storage)
+
+
+def test_a_local_store_needs_no_cache(tmp_path: Path, disk: Path) -> None:
+    fill(str(tmp_path / "store"))
+    steps(trajstore.open(tmp_path / "store", disk_cache=DiskCache(disk, "1MB")))
+    assert not disk.exists()
+
+
+@pytest.mark.parametrize(
+    ("directory", "budget"), [("s3://bucket/x", "1MB"), (7, "1MB"), ("cache", 0), ("cache", "much")]
+)
+def test_what_can_not_be_a_cache_is_refused(directory: Any, budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"disk_cache|budget_bytes"):
+        DiskCache(directory, budget)
+
+
+def test_a_bare_path_is_refused(url: str, disk: Path) -> None:
+    with pytest.raises(TypeError, match="DiskCache"):
+        trajstore.open(url, disk_cache=str(disk))  # type: ignore[arg-type]
+
+
+def test_a_pickled_storage_uses_the_same_directory(url: str, disk: Path) -> None:
+    fill(url)
+    store = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    expected = steps(store)
+    again = ForkingPickler.loads(bytes(ForkingPickler.dumps(store)))
+    assert_equal(steps(again), expected)
+    assert counts(again)["misses"] == 0
+
+
+# ---- damage
+
+
+def test_flipped_bits_are_found_and_read_again(url: str, disk: Path) -> None:
+    fill(url)
+    expected = steps(trajstore.open(url, disk_cache=DiskCache(disk, "100MB")))
+    rng = np.random.default_rng(0)
+    for path in files_of(disk):
+        data = bytearray(path.read_bytes())
+        begin = disk_files._DATA_AT
+        for position in rng.integers(begin, len(data), 5).tolist():
+            data[position] ^= 1 << int(rng.integers(8))
+        path.write_bytes(data)
+    store = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    assert_equal(steps(store), expected)
+    assert counts(store)["damaged"] > 0
+    healed = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    assert_equal(steps(healed), expected)  # also what was intact in the same files
+    assert counts(healed)["damaged"] == 0
+
+
+@pytest.mark.parametrize("keep", [0, 10, disk_files._MARKS_AT + 2, disk_files._DATA_AT, -1, -5000])
+def test_files_that_were_cut_off_are_found_and_read_again(url: str, disk: Path, keep: int) -> None:
+    fill(url)
+    expected = steps(trajstore.open(url, disk_cache=DiskCache(disk, "100MB")))
+    for path in files_of(disk):
+        os.truncate(path, keep % path.stat().st_size)
+    store = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    assert_equal(steps(store), expected)
+    assert counts(store)["misses"] > 0
+
+
+def test_files_of_noise_are_never_served(url: str, disk: Path) -> None:
+    fill(url)
+    expected = steps(trajstore.open(url, disk_cache=DiskCache(disk, "100MB")))
+    for path in files_of(disk):
+        path.write_bytes(os.urandom(path.stat().st_size))
+    store = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    assert_equal(steps(store), expected)
+
+
+def test_removing_everything_while_sampling_disturbs_nobody(url: str, disk: Path) -> None:
+    fill(url)
+    reader = Reader(
+        trajstore.open(url, disk_cache=DiskCache(disk, "100MB")), cache_bytes="64KiB", host_cache_bytes=0, seed=3
+    )
+    plain = Reader(trajstore.open(url), seed=3)
+    is_over = threading.Event()
+
+    def remove() -> None:
+        while not is_over.is_set():
+            shutil.rmtree(disk, ignore_errors=True)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for _ in range(40):
+            found, expected = reader.sample(32, Windows(4)), plain.sample(32, Windows(4))
+            np.testing.assert_array_equal(found["obs"].numpy(), expected["obs"].numpy())
+    finally:
+        is_over.set()
+        thread.join()
+
+
+# ---- the budget
+
+
+def test_the_least_recently_used_make_room(url: str, disk: Path) -> None:
+    fill(url, 60)
+    budget = 400_000
+    store = trajstore.open(url, disk_cache=DiskCache(disk, budget))
+    assert_equal(steps(store), steps(trajstore.open(url)))
+    assert counts(store)["evictions"] > 0
+    assert used(disk) <= budget
+
+
+def test_what_is_used_stays(disk: Path) -> None:
+    files = disk_files.DiskFiles(disk, 10 * 40_000)
+    data = os.urandom(32 << 10)
+    for i in range(30):
+        files.write(f"s/{i}", [(0, data)], len(data), whole=False)
+        if i:  # the first one is used all the time
+            os.utime(disk / "objects" / "s" / "0", ns=(time.time_ns(),) * 2)
+        time.sleep(0.002)
+    assert files.read("s/0", 0, None) == data
+    assert files.read("s/1", 0, None) is None
+    assert files.evictions > 0
+
+
+def test_an_object_above_the_budget_is_read_and_not_kept(url: str, disk: Path) -> None:
+    fill(url)
+    store = trajstore.open(url, disk_cache=DiskCache(disk, 5000))
+    assert_equal(steps(store), steps(trajstore.open(url)))
+    assert files_of(disk) == []
+
+
+def read_everything(bucket: Path, disk: Path, budget: int, n: int, queue: Any) -> None:
+    storage = in_directory(bucket, disk, budget)
+    keys = [key for key in storage.tree_sizes("streams") if "/c." in key]
+    storage.note_rows("streams/s", {"steps/x": (1, 1000)}, is_final=False)
+    rng, most, is_right = np.random.default_rng(n), 0, True
+    for _ in range(60):
+        key = keys[int(rng.integers(len(keys)))]
+        is_right &= storage.get(key) == bytes([int(key.rpartition(".")[2])]) * 100_000
+        most = max(most, used(disk))
+    queue.put((is_right, most))
+
+
+def test_two_processes_share_one_tiny_budget(tmp_path: Path, disk: Path) -> None:
+    bucket = tmp_path / "bucket"
+    plain = LocalStorage(bucket, fsync=False)
+    for i in range(40):
+        plain.put(f"streams/s/steps/x/c.{i}", bytes([i]) * 100_000)
+    budget = 1_000_000
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    processes = [context.Process(target=read_everything, args=(bucket, disk, budget, n, queue)) for n in range(3)]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=JOIN_S) for _ in processes]
+    for process in processes:
+        process.join(JOIN_S)
+    assert all(is_right for is_right, _ in found)
+    assert max(most for _, most in found) <= budget + 2 * 120_000  # what others were writing when it was counted
+    assert used(disk) <= budget
+
+
+def write_for_ever(disk: Path, started: Any) -> None:
+    files = disk_files.DiskFiles(disk, 100 << 20)
+    started.set()
+    for i in range(10**6):
+        number = i % 50
+        files.write(f"s/{number}", [(0, bytes([number]) * 200_000)], 200_000, whole=bool(i % 2))
+        files.remove(f"s/{(number + 25) % 50}")
+
+
+def test_a_process_killed_while_it_writes_leaves_nothing_wrong(disk: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    n_found = 0
+    for wait in (0.01, 0.05, 0.1):
+        started = context.Event()
+        process = context.Process(target=write_for_ever, args=(disk, started))
+        process.start()
+        assert started.wait(JOIN_S)
+        time.sleep(wait)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(JOIN_S)
+        files = disk_files.DiskFiles(disk, 100 << 20)
+        for number in range(50):
+            data = files.read(f"s/{number}", 0, None)
+            assert data in (None, bytes([number]) * 200_000)
+            n_found += data is not None
+        assert files.write("s/after", [(0, b"x")], 1, whole=False)  # no lock is left behind
+        assert files.damaged == 0
+    assert n_found
+
+
+# ---- a disk that refuses
+
+
+def test_a_full_disk_stops_caching_and_nothing_else(
+    url: str, disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(url)
+    real = os.pwrite
+
+    def full(descriptor: int, data: Any, offset: int) -> int:
+        if len(data) > 8:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(descriptor, data, offset)
+
+    store = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    monkeypatch.setattr(os, "pwrite", full)
+    with caplog.at_level(logging.WARNING):
+        assert_equal(steps(store), steps(trajstore.open(url)))
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "No space left" in caplog.text
+    assert counts(store)["is_full"]
+    monkeypatch.undo()
+    monkeypatch.setattr(disk_files, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(store.snapshot.storage._files, "_paused_until", 0.0)  # type: ignore[attr-defined]
+    steps(trajstore.open(url, disk_cache=DiskCache(disk, "100MB")))
+    assert files_of(disk)  # and it begins again
+
+
+def read_with_a_limit(bucket: Path, disk: Path, queue: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (disk_files._DATA_AT + 20_000, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    storage = in_directory(bucket, disk)
+    storage.note_rows("streams/s", {"steps/x": (1, 10)}, is_final=False)
+    right = [storage.get(f"streams/s/steps/x/c.{i}") == bytes([i]) * 100_000 for i in (0, 1, 0, 1)]
+    queue.put((all(right), storage.stats()["disk_cache"]["is_full"]))
+
+
+def test_a_file_that_can_not_grow_is_never_served(tmp_path: Path, disk: Path) -> None:
+    bucket = tmp_path / "bucket"
+    plain = LocalStorage(bucket, fsync=False)
+    for i in range(2):
+        plain.put(f"streams/s/steps/x/c.{i}", bytes([i]) * 100_000)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=read_with_a_limit, args=(bucket, disk, queue))
+    process.start()
+    assert queue.get(timeout=JOIN_S) == (True, True)
+    process.join(JOIN_S)
+
+
+def test_a_directory_that_can_not_be_made_stops_nothing(url: str, tmp_path: Path) -> None:
+    fill(url)
+    (tmp_path / "file").write_text("")
+    store = trajstore.open(url)
+    with pytest.raises(StorageError, match="can't use"):
+        trajstore.open(url, disk_cache=DiskCache(tmp_path / "file" / "x", "1MB"))
+    assert len(store) == 20
+
+
+# ---- what may change is never served stale
+
+
+def test_streams_that_are_gone_from_the_store_go_from_the_disk(url: str, disk: Path) -> None:
+    fill(url)
+    store = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    steps(store)
+    assert files_of(disk)
+    open_storage(url).remove_tree(f"streams/{store.streams[0].id}")
+    store.refresh()
+    assert files_of(disk) == []
+
+
+def test_records_and_part_filled_objects_of_a_live_stream_are_not_kept(url: str, disk: Path) -> None:
+    writer = trajstore.create(url, SCHEMA).writer(commit_seconds=None)
+    writer.append_episode({"obs": np.zeros((10, 64), np.float32), "action": np.zeros(10, np.int64)})
+    writer.commit()
+    store = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    steps(store)
+    assert files_of(disk) == []
+    writer.close()
+
+
+@contextlib.contextmanager
+def growing(url: str) -> Iterator[Callable[[int], None]]:
+    """Appends rows that tell their own number, and commits them."""
+    n = 0
+    with trajstore.create(url, SCHEMA).writer(commit_seconds=None) as writer:
+
+        def grow(length: int) -> None:
+            nonlocal n
+            rows = np.arange(n, n + length)
+            writer.append_episode({"obs": np.repeat(rows[:, None], 64, 1).astype(np.float32), "action": rows})
+            writer.commit()
+            n += length
+
+        yield grow
+
+
+def assert_numbered(store: trajstore.Store | trajstore.Snapshot, n_rows: int) -> None:
+    found = steps(store)
+    rows = np.concatenate([one["action"] for one in found]) if found else np.zeros(0, np.int64)
+    np.testing.assert_array_equal(rows, np.arange(n_rows))
+    for one in found:
+        np.testing.assert_array_equal(one["obs"][:, 5], one["action"].astype(np.float32))
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("grow"), st.integers(1, 700)),
+    st.tuples(st.just("read"), st.integers(0, 2)),
+    st.tuples(st.just("refresh"), st.integers(0, 2)),
+    st.tuples(st.just("end"), st.integers(0, 2)),
+)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(actions=st.lists(ACTIONS, min_size=3, max_size=14), budget=st.sampled_from([300_000, 100 << 20]))
+def test_readers_of_a_growing_stream_see_exactly_their_rows(
+    tmp_path: Path, actions: list[tuple[str, int]], budget: int
+) -> None:
+    """Also readers that take the stream for finished, as a checkpoint or a resumed session does."""
+    url, options = f"memory://{uuid.uuid4().hex}", DiskCache(tmp_path / uuid.uuid4().hex, budget)
+    with growing(url) as grow:
+        grow(1)
+        n_rows = 1
+        stores = [trajstore.open(url, disk_cache=options) for _ in range(3)]
+        shown, ended = [1, 1, 1], list[tuple[trajstore.Snapshot, int]]()
+        for action, number in actions:
+            if action == "grow":
+                grow(number)
+                n_rows += number
+                continue
+            store = stores[number]
+            if action == "refresh":
+                store.refresh()
+                shown[number] = n_rows
+            elif action == "end":
+                ended.append((store.snapshot.ended([record.id for record in store.streams]), shown[number]))
+            assert_numbered(store, shown[number])
+            for snapshot, rows in ended:
+                assert_numbered(snapshot, rows)
+    for store in stores:
+        store.refresh()
+        assert_numbered(store, n_rows)
