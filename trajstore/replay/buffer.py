@@ -419,9 +419,8 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
 
         ``["storage"]["step_bytes"]`` are the bytes of the committed steps that can be sampled; None if other
         sessions wrote some of them and no limit counts bytes. `storage_report` says what else takes bytes, and why.
-        ``["packing"]``, with the option ``pack``, counts the streams packed and their objects before and after.
-        For a remote store there are also its ``requests`` by kind, ``bytes_read`` and ``bytes_written`` of this
-        process, and what its ``disk_cache`` found and kept.
+        ``["packing"]`` counts streams packed and their objects. A remote store adds its ``requests``
+        by kind, ``bytes_read`` and ``bytes_written`` of this process, and what its ``disk_cache`` holds.
         """
         session = self._session
         with session.up_to_date() as assembler:
@@ -438,11 +437,9 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
             step_bytes = session.step_bytes()
         figures["writer"] = session.writer.stats()
         figures["storage"] = {"step_bytes": step_bytes, **session.collector.stats(), **session.storage.stats()}
-        if session.packing is not None:
-            figures["packing"] = session.packing.stats()
-        if session.pace is not None:
-            figures["samples_per_insert"] = session.pace.state_dict()
-        return figures
+        packing = {"packing": session.packing.stats()} if session.packing is not None else {}
+        pace = {"samples_per_insert": session.pace.state_dict()} if session.pace is not None else {}
+        return figures | packing | pace
 
     def storage_report(self) -> StorageReport:
         """What takes how many bytes on storage, and why. Lists all objects of the store."""
