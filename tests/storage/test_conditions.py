@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import trajstore
-from tests.conftest import s3_options
 from tests.support.proxy import Proxy, Request
+from tests.support.servers.moto import options_at
 from trajstore import Field, Schema
 from trajstore.storage import open_storage, remote
 from trajstore.store.verify import verify
@@ -33,7 +33,7 @@ def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture
 def place(proxy: Proxy, s3_bucket: str) -> Place:
-    return f"s3://{s3_bucket}/{uuid.uuid4().hex}", s3_options(proxy.endpoint)
+    return f"s3://{s3_bucket}/{uuid.uuid4().hex}", options_at(proxy.endpoint)
 
 
 def schema(n: int) -> Schema:
@@ -60,7 +60,7 @@ def test_an_object_is_put_once_and_the_server_is_named_once(place: Place, caplog
 
 
 def test_a_server_that_heeds_conditions_is_known_as_such(s3_endpoint: str, s3_bucket: str) -> None:
-    storage = open_storage(f"s3://{s3_bucket}/{uuid.uuid4().hex}", s3_options(s3_endpoint))
+    storage = open_storage(f"s3://{s3_bucket}/{uuid.uuid4().hex}", options_at(s3_endpoint))
     assert storage.put_once("one", b"mine")
     assert not storage.put_once("one", b"mine too")
     assert storage.is_exclusive

@@ -141,6 +141,8 @@ class FsspecStorage(Storage):
                 entries = self._fs.find(self._path(prefix), detail=True, refresh=True)
             except FileNotFoundError:
                 return {}
+            if not isinstance(entries, dict):  # adlfs, of an object: nothing is below it
+                return {}
             below, root = f"{self._path(prefix)}/", f"{self._path_root}/"
             named = ((str(name), entry) for name, entry in entries.items())
             return {n.removeprefix(root): int(e["size"]) for n, e in named if n.startswith(below) and n[-1] != "/"}
