@@ -1,4 +1,4 @@
-"""Objects (bytes under a key) at a URL. The only package that imports fsspec.
+"""Objects (bytes under a key) at a URL. The only package that imports fsspec and obstore.
 
 Keys are relative paths with ``/``. A put is atomic (readers see the old bytes or the new, never a mix)
 and durable when it returns. Threads may share a storage; it may be forked and pickled.
@@ -13,10 +13,13 @@ from typing import Any
 
 import fsspec.core
 
+from trajstore.storage.connecting import OWN_OPTIONS, client_options, connect
 from trajstore.storage.file_maps import FileMap
 from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Put, Storage
 from trajstore.storage.local import LocalStorage
+from trajstore.storage.obstore_storage import ObstoreStorage
 from trajstore.storage.remote import FsspecStorage
+from trajstore.storage.service import ServiceStorage
 
 # Protocols for which one put is one request that replaces the whole object.
 _ATOMIC = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
@@ -25,13 +28,17 @@ __all__ = [
     "ABSENT",
     "ANY",
     "OWN",
+    "OWN_OPTIONS",
     "UNSEEN",
     "FileMap",
     "FsspecStorage",
     "LocalStorage",
+    "ObstoreStorage",
     "Place",
     "Put",
+    "ServiceStorage",
     "Storage",
+    "client_options",
     "open_storage",
 ]
 
@@ -43,11 +50,16 @@ def open_storage(
 
     Args:
         url: A path, or an fsspec URL of memory, S3, GCS or Azure.
-        options: Arguments of fsspec's filesystem for that URL (credentials, endpoints).
+        options: Arguments of fsspec's filesystem for that URL (credentials, endpoints), which also obstore is told,
+            and of this library: ``transport`` (``"auto"``, ``"obstore"`` or ``"fsspec"``), ``filesystem`` (a
+            filesystem of fsspec that makes the requests), ``retry_s`` (seconds until a failing call gives up, 60),
+            ``request_s`` (seconds until a request without progress counts as failed, 15), and ``hedge_s`` (seconds
+            until bytes that have not come are asked for a second time; never by default).
         fsync: Whether local puts survive a power cut; without it they survive only a crash of the process.
 
     Raises:
-        ValueError: Puts at the URL are not known to be atomic, or it lacks ``//``.
+        ValueError: Puts at the URL are not known to be atomic, it lacks ``//``, or an option of this library has an
+            impossible value.
         TypeError: ``url`` is neither text nor a path, or ``options`` are given for a local directory.
     """
     if not isinstance(url, (str, os.PathLike)):
@@ -68,4 +80,4 @@ def open_storage(
             f"{protocol}://: no store can be used there, because puts are not known to be atomic; use a directory"
             f" or one of {', '.join(sorted(_ATOMIC))}. To read a store that lies there, copy its files first"
         )
-    return FsspecStorage(text, dict(options or {}))
+    return connect(text, dict(options or {}))
