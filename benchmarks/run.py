@@ -27,6 +27,7 @@ BENCHMARKS = (
     "drop_ins",
     "rlinf_add_checkpoint",
     "torchrl_storage",
+    "object_store",
 )
 
 
