@@ -28,6 +28,7 @@ BENCHMARKS = (
     "drop_ins",
     "rlinf_add_checkpoint",
     "torchrl_storage",
+    "object_store",
 )
 
 

@@ -49,6 +49,7 @@ class Answer:
 
 UNAVAILABLE = Answer(503, "ServiceUnavailable")
 LOSE = "the server acts, and the client never hears of it"
+TRUNCATE = "the answer ends in the middle of its body"
 
 Fault = Answer | str | None
 Plan = Callable[[Request], Fault]
@@ -168,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == LOSE:
             self.close_connection = True
         else:
-            self._answer(status, headers, data)
+            self._answer(status, headers, data, n_bytes=len(data) // 2 if fault == TRUNCATE else None)
 
     do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _handle  # noqa: N815
 
@@ -184,7 +185,7 @@ class _Handler(BaseHTTPRequestHandler):
         finally:
             connection.close()
 
-    def _answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+    def _answer(self, status: int, headers: dict[str, str], body: bytes, n_bytes: int | None = None) -> None:
         self.send_response_only(status)
         hop_by_hop = ("connection", "transfer-encoding", "content-length")
         for name, value in headers.items():
@@ -194,4 +195,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[:n_bytes])
+        self.close_connection = self.close_connection or n_bytes is not None

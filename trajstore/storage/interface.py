@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from trajstore.background_pool import BackgroundPool
+from trajstore.credentials import redacted, shows_secrets
 from trajstore.errors import StorageError
 from trajstore.storage.file_maps import FileMap
 
@@ -41,11 +42,15 @@ class Storage:
         display: The URL without credentials, for messages.
         n_threads: The most calls that `map` makes at a time.
         is_remote: Whether a read is a request over the network.
+        transport: What makes the requests of a remote storage; empty elsewhere.
+        transport_reason: Why that is not obstore; empty if it is.
     """
 
     display: str
     n_threads: int
     is_remote = False
+    transport: str = ""
+    transport_reason: str = ""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -281,15 +286,17 @@ def check_tree(prefix: str) -> None:
         raise ValueError(f"prefix {prefix!r}: expected a part of the store, not all of it")
 
 
-def storage_error(action: str, where: str, error: BaseException, secrets: Iterable[str] = ()) -> StorageError:
-    """A StorageError for a backend's error, without the credentials that the backend's message may quote."""
-    reason = f"{type(error).__name__}: {error}"
-    leaked = False
-    for secret in secrets:
-        leaked = leaked or secret in reason
-        reason = reason.replace(secret, "***")
-    failure = StorageError(f"can't {action} {where}: {reason}")
+def storage_error(
+    action: str, where: str, error: BaseException, secrets: Iterable[str] = (), story: str = ""
+) -> StorageError:
+    """A StorageError for a backend's error, without the credentials that the backend's message may quote.
+
+    The backend's error is its cause if neither that nor what it came from shows any.
+    """
+    known = tuple(secrets)
+    text = str(error).partition("\n\nDebug source")[0]  # of obstore
+    failure = StorageError(redacted(f"can't {action} {where}: {story}{type(error).__name__}: {text}", known))
     failure.errno = getattr(error, "errno", None)
-    failure.__cause__ = None if leaked else error
+    failure.__cause__ = None if shows_secrets(error, known) else error
     failure.__suppress_context__ = True
     return failure
