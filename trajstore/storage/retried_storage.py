@@ -38,6 +38,10 @@ class RetriedStorage(Storage):
         """Further texts that are never shown."""
         self._secrets += tuple(secrets)
 
+    def stats(self) -> dict[str, Any]:
+        """What makes the requests, and why that is not obstore; nothing in memory."""
+        return {"transport": self.transport, "transport_reason": self.transport_reason} if self.is_remote else {}
+
     def renew(self) -> bool:
         """Get new credentials; returns whether that may help."""
         return False
