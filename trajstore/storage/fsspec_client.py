@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import weakref
 from collections.abc import Iterator, Mapping
@@ -72,6 +73,8 @@ def make_one_try(filesystem: Any) -> None:
     for one in _with_inner(filesystem):
         if hasattr(type(one), "retries") and "s3" in one.protocol:
             one.retries = 1
+        if "gs" in one.protocol and (request := getattr(type(one)._request, "__wrapped__", None)) is not None:
+            one._request = functools.partial(request, one)  # without gcsfs's six tries
         pipeline = getattr(getattr(one, "service_client", None), "_pipeline", None)
         for policy in getattr(pipeline, "_impl_policies", ()):  # azure-core; its own pauses begin with 15 seconds
             if hasattr(policy, "total_retries"):
