@@ -20,6 +20,7 @@ from tests.support.proxy import LOSE, TRUNCATE, UNAVAILABLE, Answer, Proxy, Requ
 from trajstore import Field, Schema
 from trajstore.errors import ConflictError, StorageError
 from trajstore.storage import ABSENT, Put, Storage, client_options, open_storage
+from trajstore.storage.retry import RetryPolicy
 
 pytestmark = pytest.mark.s3
 
@@ -34,6 +35,11 @@ SCHEMA = Schema(
     },
     reward="reward",
 )
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RetryPolicy, "pause_s", lambda policy, n_tries: 0.01)
 
 
 @pytest.fixture
@@ -474,10 +480,11 @@ def test_no_error_shows_credentials_even_if_the_server_quotes_them(
         lambda storage: trajstore.open(impatient.url, **impatient.kwargs),
     ]
     proxy.plan = first(10_000, quoting)
+    storage = open_storage(impatient.url, impatient.options)
     with caplog.at_level(logging.DEBUG, "trajstore"):
         for action in actions:
             with pytest.raises(StorageError) as caught:
-                action(open_storage(impatient.url, impatient.options))
+                action(storage)
             assert_secret(shown(caught.value))
     assert_secret("\n".join(r.getMessage() for r in caplog.records if r.name.startswith("trajstore")))
 
