@@ -73,7 +73,10 @@ def test_options_of_fsspec_are_said_in_obstores_words(
 ) -> None:
     client = obstore_client(url, options)
     assert client.config == config
-    assert isinstance(service(url, options), ObstoreStorage)
+    assert isinstance(service(url, {**options, "transport": "obstore"}), ObstoreStorage)
+    is_tested = not url.startswith("g")
+    assert isinstance(service(url, options), ObstoreStorage) is is_tested
+    assert ("not tested with GCS" in service(url, options).transport_reason) is not is_tested
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from trajstore.storage.service import ServiceStorage
 _log = logging.getLogger(__name__)
 
 _TRANSPORTS = ("auto", "obstore", "fsspec")
+# No server on loopback has the XML interface of GCS, which obstore uses.
+_GCS_REASON = "obstore is not tested with GCS; the option transport='obstore' asks for it"
 
 
 def connect(url: str, options: Mapping[str, Any]) -> ServiceStorage:
@@ -44,6 +46,8 @@ def connect(url: str, options: Mapping[str, Any]) -> ServiceStorage:
             raise ValueError(f"{without_credentials(url)}: transport 'obstore' can't be used: {error}") from None
         _log.info("%s: requests are made by fsspec: %s", without_credentials(url), error)
         return _fsspec(url, theirs, service, str(error))
+    if client.service == "gcs" and transport == "auto":
+        return _fsspec(url, theirs, service, _GCS_REASON)
     return ObstoreStorage(url, theirs, client, service, _fsspec_in_child)
 
 
