@@ -69,6 +69,11 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64  # as many as connect at once; a fuller queue drops them for seconds
+
+
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     path = tmp_path / "web" / "store"
@@ -85,7 +90,7 @@ def serve(directory: Path) -> Iterator[Callable[..., str]]:
 
     def start(**settings: Any) -> str:
         handler = type("Handler", (Handler,), settings)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(directory.parent)))
+        server = Server(("127.0.0.1", 0), functools.partial(handler, directory=str(directory.parent)))
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_port}"
