@@ -31,7 +31,7 @@ AZURE = f"AccountName=devstoreaccount1;AccountKey={ACCOUNT_KEY};BlobEndpoint=htt
 
 
 def service(url: str, options: dict[str, Any]) -> ServiceStorage:
-    storage = open_storage(url, options)
+    storage = open_storage(url, options).source
     assert isinstance(storage, ServiceStorage)
     return storage
 
@@ -71,7 +71,7 @@ def test_options_of_fsspec_are_said_in_obstores_words(
 ) -> None:
     client = obstore_client(url, options)
     assert client.config == config
-    assert isinstance(open_storage(url, options), ObstoreStorage)
+    assert isinstance(open_storage(url, options).source, ObstoreStorage)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_transport_can_be_chosen_and_an_unknown_one_is_refused() -> None:
 
 def test_a_filesystem_can_be_handed_in() -> None:
     filesystem = MemoryFileSystem()
-    storage = open_storage("memory://handed-in", {"filesystem": filesystem})
+    storage = open_storage("memory://handed-in", {"filesystem": filesystem}).source
     storage.put("key", b"data")
     assert filesystem.cat_file("/handed-in/key") == b"data"
     with pytest.raises(ValueError, match="drop key"):
@@ -148,7 +148,7 @@ def test_an_unreachable_service_shows_no_secret_anywhere(
 ) -> None:
     from tests.storage.test_s3 import shown
 
-    storage = open_storage(url, {**options, "transport": transport, "retry_s": 0.01, "request_s": 5})
+    storage = open_storage(url, {**options, "transport": transport, "retry_s": 0.01, "request_s": 5}).source
     with caplog.at_level(logging.DEBUG, "trajstore"), pytest.raises(StorageError) as caught:
         storage.put("key", b"data")
     text = f"{shown(caught.value)} {storage!r} {storage.display} {vars(storage).get('_client')!r}"
