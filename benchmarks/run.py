@@ -21,6 +21,7 @@ BENCHMARKS = (
     "cold_rows",
     "pack",
     "misses",
+    "scans",
     "priorities",
     "replay",
     "ranks",

@@ -96,6 +96,12 @@ EXPECTED["pack"] = [
     "state: objects",
     "state: memory of pack",
 ]
+EXPECTED["scans"] = [
+    "read_episode, one after the other, 20 ms",
+    "read_all_in_order, 20 ms",
+    "epoch of windows in order, 20 ms, not ahead",
+    "read_all_in_order, local, cold",
+]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 
 pytestmark = [

@@ -37,6 +37,8 @@ from trajstore.errors import DataError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.schema import Array, Schema, selected_paths
 from trajstore.storage import Storage
+from trajstore.store.chunk_requests import MAX_BYTES, request_chunks
+from trajstore.store.read_ahead import ReadAhead
 from trajstore.store.stream_reader import StreamReader
 
 _COMPLETING_PAGES = 16  # pages that no batch asked for, loaded with a batch to complete a column
@@ -89,7 +91,7 @@ class ChunkCache:
         self._decoders = BlockDecoders()
         self._mapper = PageMapper(storage, self._maps, self._decoders, self.stats)
         self._marks: dict[str, int] = {}  # by stream: the first row whose files are still mapped
-        fetcher = ChunkFetcher(storage, self.tier, self._maps, self.stats)
+        self._fetcher = fetcher = ChunkFetcher(storage, self.tier, self._maps, self.stats)
         self._loader = PageLoader(fetcher, self.stats)
         self._oversized = OversizedBatches(self._loader, fetcher, self.stats, kernels)
         self._copier = TensorRowCopier() if kernels is None else RowCopier(kernels, storage, self._decoders)
@@ -236,6 +238,38 @@ class ChunkCache:
         """Load the pages of rows ahead of time. Columns with too few slots for all of them are left out."""
         self._loader.tick += 1
         self._make_resident({str(i): w for i, w in enumerate(wanted)})
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of chunks that are fetched ahead of a scan: a quarter of the budget, and at most 64 MiB."""
+        return max(1, min(self._budget // 4, MAX_BYTES))
+
+    def fetch_ahead(self, ahead: ReadAhead, paths: Iterable[str], ranges: Array, position: int) -> None:
+        """Fetch the chunks that a scan reads next, in the background; those that are here already are left out.
+
+        Args:
+            ahead: Holds them until they are read.
+            paths: Fields.
+            ranges: ``[n, 3]``: source, first row, and row after the last.
+            position: See `ReadAhead.request`.
+        """
+        self._fetcher.scans.add(ahead)
+        arrays = [f"steps/{path}" for path in paths]
+        request_chunks(ahead, self._loader.readers, arrays, ranges, position, self._absent_chunks)
+
+    def _absent_chunks(self, array: str, source: int, numbers: Array) -> Array:
+        """Those of the chunks of a source that are neither resident nor in the compressed tier."""
+        path, reader = array.removeprefix("steps/"), self._loader.readers[source]
+        table = self._columns[path].table
+        if reader is None or table.is_complete:
+            return numbers[:0]
+        per_chunk = reader.pages_per_chunk(array, table.page_rows)
+        n_pages = -(-reader.record.rows // table.page_rows)
+        pages = np.minimum(numbers[:, None] * per_chunk + np.arange(per_chunk), n_pages - 1)
+        is_absent = table.are_absent(table.first_page(source) + pages).any(axis=1)
+        kept = [(reader.record.folder, path, number) in self.tier for number in numbers.tolist()]
+        absent: Array = numbers[is_absent & ~np.array(kept, bool)]
+        return absent
 
     def pin(self, wanted: Iterable[RowRequest]) -> None:
         """Load the pages of these rows, and keep them until `unpin`.
@@ -410,9 +444,15 @@ class ChunkCache:
         """Add some absent pages, if the column has slots for all its pages and the batch misses none.
 
         Pages that no window touches, such as those of aborted episodes, would otherwise keep the column incomplete.
+        A scan that fetches ahead comes to most of them by itself.
         """
         table = self._columns[path].table
-        if table.n_empty and table.has_slot_for_every_page and not len(table.missing(pages)):
+        if (
+            not self._fetcher.scans
+            and table.n_empty
+            and table.has_slot_for_every_page
+            and not len(table.missing(pages))
+        ):
             pages = np.concatenate([pages, table.absent_pages(_COMPLETING_PAGES)])
         return pages
 

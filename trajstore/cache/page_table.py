@@ -318,8 +318,13 @@ class PageTable:
 
     def missing(self, pages: Array) -> Array:
         """Return those of the pages that lie nowhere."""
+        found: Array = pages[self.are_absent(pages)]
+        return found
+
+    def are_absent(self, pages: Array) -> Array:
+        """Return which of the pages lie nowhere, as a mask."""
         absent: Array = self.slot_of_page.host[pages] == _ABSENT
-        return pages[absent]
+        return absent
 
     def are_mapped(self, pages: Array) -> Array:
         """Return which of the pages lie in mapped files, as a mask."""
