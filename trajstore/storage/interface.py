@@ -49,7 +49,7 @@ class Storage:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._executor: BackgroundPool | None = None
+        self._executors: dict[int, BackgroundPool] = {}  # by number of threads
         self._executor_pid = 0
         _alive.add(self)
 
@@ -197,18 +197,24 @@ class Storage:
         """
         if len(items) <= 1:
             return [function(item) for item in items]
-        futures = [self._threads().submit(function, item) for item in items]
+        threads = self._threads(self.n_threads)
+        futures = [threads.submit(function, item) for item in items]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
 
-    def _threads(self) -> BackgroundPool:
+    def _threads(self, n_threads: int) -> BackgroundPool:
         with self._lock:
-            if self._executor is None or self._executor_pid != os.getpid():
-                self._executor = BackgroundPool(self.n_threads, "trajstore-io")
-                self._executor_pid = os.getpid()
-            return self._executor
+            if self._executor_pid != os.getpid():
+                self._executors, self._executor_pid = {}, os.getpid()
+            if n_threads not in self._executors:
+                self._executors[n_threads] = BackgroundPool(n_threads, "trajstore-io")
+            return self._executors[n_threads]
+
+    def _after_fork(self) -> None:
+        """Make the storage usable in a child process."""
+        self._lock = threading.Lock()  # the thread that held it does not exist in the child
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.display}>"
@@ -219,7 +225,7 @@ _alive: weakref.WeakSet[Storage] = weakref.WeakSet()
 
 def _after_fork() -> None:
     for storage in list(_alive):
-        storage._lock = threading.Lock()  # the thread that held it does not exist in the child
+        storage._after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)
