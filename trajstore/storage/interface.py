@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -27,11 +27,20 @@ Place = tuple[str, int, int | None]  # an object's key, and bytes [start, stop) 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """One object to put. ``make`` is called when its turn comes, so that few encoded objects exist at a time."""
+    """One object to put. ``make`` is called when its turn comes, so that few encoded objects exist at a time.
+
+    Attributes:
+        key: Which object.
+        make: Returns its bytes.
+        expect: What is there already; see `Storage.put`.
+        make_pieces: Yields the same bytes in pieces, for a backend that can write them one after the other;
+            None: use `make`.
+    """
 
     key: str
     make: Callable[[], bytes | memoryview]
     expect: str = ANY
+    make_pieces: Callable[[], Iterator[bytes | memoryview]] | None = None
 
 
 class Storage:

@@ -123,7 +123,8 @@ class LocalStorage(Storage):
 
     def _write(self, put: Put, files: WrittenFiles) -> str | None:
         """Write the file of an object; return its temporary name, or None if it has its own name already."""
-        data = put.make()  # outside _translated: its errors are not storage errors
+        # Outside _translated: its errors are not storage errors.
+        data = [put.make()] if put.make_pieces is None else put.make_pieces()
         with self._translated("write", put.key):
             temporary, due = self._write_data(put, data, files)
         if due is not None:
@@ -131,7 +132,7 @@ class LocalStorage(Storage):
         return temporary
 
     def _write_data(
-        self, put: Put, data: bytes | memoryview, files: WrittenFiles
+        self, put: Put, data: Iterable[bytes | memoryview], files: WrittenFiles
     ) -> tuple[str | None, tuple[str, int] | None]:
         if put.expect == UNSEEN:
             # Most objects are new chunks, for which a temporary file and a rename cost as much as the write.
@@ -302,7 +303,7 @@ class LocalStorage(Storage):
             if not node.exists():
                 temporary = scratch / self._temporary_name()
                 with WrittenFiles(fsync=self._fsync) as files:
-                    files.write(node.name, str(temporary), _SCRATCH_NODE, os.O_EXCL)
+                    files.write(node.name, str(temporary), [_SCRATCH_NODE], os.O_EXCL)
                     for _, descriptor in files.take():
                         sync_and_close(descriptor)
                 os.replace(temporary, node)
