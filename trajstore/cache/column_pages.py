@@ -98,14 +98,17 @@ class ColumnPages:
         return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, out.data_ptr()
 
     def addresses(self) -> tuple[int, ...]:
-        """Return the first six numbers of the column for `program_loops`; the third is 0 if it needs no table.
+        """Return the first six numbers of the column for `program_loops`.
+
+        The third is 0 if it needs no table, the last if no page has to be decoded.
 
         If pages are mapped, those that no batch has asked for yet are absent.
         """
         arena, table = self.arena, self.table
         slots = 0 if table.is_direct else table.slot_of_page.data_ptr
         first_rows = table.first_virtual_row.data_ptr
-        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, int(self.has_blocks)
+        sizes = table.bytes_of_page.data_ptr if self.has_blocks else 0
+        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, sizes
 
     def forget_mapped(self, source: int, start: int, stop: int) -> None:
         """Make the mapped pages of a source absent that hold rows from ``start`` to ``stop``."""
