@@ -123,6 +123,47 @@ def test_a_settled_batch_is_one_compiled_call(tmp_path: Path, monkeypatch: pytes
         reader.sample(64, Windows.transitions())
 
 
+# ---- a cache that holds a part
+
+
+CHUNK_BYTES = 32 * 64 * 64
+
+
+def test_half_of_a_column_is_kept_decoded_and_the_rest_is_mapped(tmp_path: Path) -> None:
+    store = trajstore.create(tmp_path, Schema({"frame": FIELDS["frame"]}), fsync=False)
+    with store.writer() as writer:
+        for k in range(10):
+            writer.append_episode({"frame": frames(33, (64, 64), k)}, terminated=True)
+    store.refresh()
+    n = 11  # chunks
+    for n_slots, kept in ((2, 0), (5, 0), (7, 7), (10, 10), (11, 11)):
+        reader = Reader(store, cache_bytes=n_slots * CHUNK_BYTES, seed=5)
+        large = Reader(store, cache_bytes=1 << 30, seed=5)
+        for size in (64, 64, 3, 64, 64, 64, 64, 64):
+            ours, theirs = (flattened(r.sample(size, Windows.transitions())) for r in (reader, large))
+            assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+        table = reader.assembler.cache._columns["frame"].table
+        assert (table.n_resident, table.n_mapped) == (kept, n - kept)
+        assert not reader.stats()["evictions"]
+        assert reader.stats()["bytes_decoded"] <= kept * CHUNK_BYTES  # each once
+
+
+@pytest.mark.parametrize("n_slots", [4, 12])
+def test_staged_draws_do_not_depend_on_what_can_be_mapped(tmp_path: Path, n_slots: int) -> None:
+    """Their segments follow from the size of the cache and the columns alone, wherever a store lies."""
+    store, _ = stored(tmp_path / "store", (30, 1, 50, 20) * 4)
+    trajstore.copy(tmp_path / "store", other := f"memory://{tmp_path.name}-{n_slots}")
+    runs, n_mapped = [], []
+    for each, compiled in ((store, True), (trajstore.open(other), True), (store, False)):
+        reader = Reader(each, cache_bytes=n_slots * CHUNK_BYTES, seed=8, compiled=compiled)
+        with reader.staged(8, Windows(2)) as batches:
+            runs.append([next(batches)["index"].tolist() for _ in range(30)])
+            assert batches.stats()["n_segments"] > 17
+        n_mapped.append(mapped_pages(reader))
+    assert runs[0] == runs[1] == runs[2]
+    assert [n > 0 for n in n_mapped] == [True, False, False]
+
+
 def test_zarr_and_tensorstore_read_the_same(tmp_path: Path) -> None:
     _, stream = stored(tmp_path)
     for name in ("frame", "stack", "noise"):

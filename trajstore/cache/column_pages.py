@@ -56,6 +56,16 @@ class ColumnPages:
         return self.table.maps_pages and self.table.n_slot_pages == self.table.n_live_pages
 
     @property
+    def can_keep_decoded(self) -> bool:
+        """Whether every stored page can be decoded in blocks, but is copied faster from a slot."""
+        return self._can_decode_blocks and self.table.n_slot_pages == self.table.n_live_pages
+
+    @property
+    def fills_slots(self) -> bool:
+        """Whether pages that can be mapped are decoded into empty slots as long as there are any; see `budget`."""
+        return self.can_keep_decoded and self.table.n_slots > self.table.min_slots
+
+    @property
     def has_blocks(self) -> bool:
         """Whether pages may be mapped chunks of which single blocks are decoded."""
         return self._can_decode_blocks and not self.table.is_direct
