@@ -148,6 +148,21 @@ def test_half_of_a_column_is_kept_decoded_and_the_rest_is_mapped(tmp_path: Path)
         assert reader.stats()["bytes_decoded"] <= kept * CHUNK_BYTES  # each once
 
 
+def test_mapped_columns_leave_the_cache_to_others(tmp_path: Path) -> None:
+    """They need no slots, not even those without which other columns can't be read."""
+    fields = {"frame": FIELDS["frame"], "action": Field("int64", chunk_rows=8, codec="zstd:1")}
+    store = trajstore.create(tmp_path, Schema(fields), fsync=False)
+    with store.writer() as writer:
+        writer.append_episode({"frame": frames(101, (64, 64), 0), "action": np.arange(100)}, terminated=True)
+    store.refresh()
+    reader = Reader(store, cache_bytes=2000, seed=0)
+    for _ in range(20):
+        reader.sample(32, Windows())
+    columns = reader.assembler.cache._columns
+    assert columns["action"].table.is_complete
+    assert reader.assembler.cache.nbytes <= 2000
+
+
 @pytest.mark.parametrize("n_slots", [4, 12])
 def test_staged_draws_do_not_depend_on_what_can_be_mapped(tmp_path: Path, n_slots: int) -> None:
     """Their segments follow from the size of the cache and the columns alone, wherever a store lies."""

@@ -17,7 +17,8 @@ def share_budget(columns: Iterable[ColumnPages], budget: int) -> None:
     it could not be read, even if the budget is exceeded.
     """
     by_size = sorted(columns, key=attrgetter("nbytes_of_all_pages"))
-    slots = _plan(by_size, budget, [column.table.n_slot_pages for column in by_size])
+    least = [c.table.n_live_pages if c.can_map_all else c.table.min_slots for c in by_size]
+    slots = _plan(by_size, budget, [column.table.n_slot_pages for column in by_size], least)
     left = budget - sum(n * column.page_bytes for n, column in zip(slots, by_size, strict=True))
     chosen = [i for i, c in enumerate(by_size) if slots[i] < c.table.n_pages and c.can_keep_decoded]
     n_bytes = sum(by_size[i].nbytes_of_all_pages for i in chosen)
@@ -37,20 +38,23 @@ def slots_without_maps(columns: Iterable[ColumnPages], budget: int) -> dict[str,
     They are the same wherever a store lies, and on every device.
     """
     by_size = sorted(columns, key=attrgetter("nbytes_of_all_pages"))
-    slots = _plan(by_size, budget, [column.table.n_pages for column in by_size])
+    pages = [column.table.n_pages for column in by_size]
+    slots = _plan(by_size, budget, pages, [column.table.min_slots for column in by_size])
     return {column.path: n for n, column in zip(slots, by_size, strict=True)}
 
 
-def _plan(by_size: Sequence[ColumnPages], budget: int, n_slot_pages: Sequence[int]) -> list[int]:
-    """The slots of columns of which so many pages need one."""
+def _plan(
+    by_size: Sequence[ColumnPages], budget: int, n_slot_pages: Sequence[int], least: Sequence[int]
+) -> list[int]:
+    """The slots of columns of which so many pages need one, and that have to have so many at least."""
     left, slots = budget, []
     for i, column in enumerate(by_size):
         needed = [n * c.page_bytes for n, c in zip(n_slot_pages[i:], by_size[i:], strict=True)]
-        spare = left - sum(c.table.min_slots * c.page_bytes for c in by_size[i + 1 :])
+        spare = left - sum(n * c.page_bytes for n, c in zip(least[i + 1 :], by_size[i + 1 :], strict=True))
         n = column.table.n_pages
         if column.nbytes_of_all_pages > spare:
             share = left * needed[0] // max(1, sum(needed))
-            n = min(n, max(column.table.min_slots, min(share, spare, needed[0]) // column.page_bytes))
+            n = min(n, max(least[i], min(share, spare, needed[0]) // column.page_bytes))
         slots.append(n)
         left -= n * column.page_bytes
     return slots

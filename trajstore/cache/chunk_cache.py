@@ -249,11 +249,11 @@ class ChunkCache:
             pages[w.path] = np.union1d(pages.get(w.path, found[:0]), found)
         for path, needed in pages.items():
             table = self._columns[path].table
-            needed = self._map_missing(self._columns[path], needed)
+            needed = pages[path] = self._map_missing(self._columns[path], needed)
             if self._columns[path].is_mapped:  # nothing is evicted, so nothing has to be kept
                 self._loader.touch_and_load([(self._columns[path], needed)])
-                needed = needed[:0]
-            pages[path] = needed
+                pages[path] = needed[:0]
+                continue
             n_more = len(needed) - table.count_pinned(needed)
             if n_more + table.n_pinned + MIN_STORED_SLOTS > table.n_slots < table.n_pages:
                 raise ValueError(

@@ -53,12 +53,17 @@ class ColumnPages:
     @property
     def is_mapped(self) -> bool:
         """Whether every stored page can be mapped from a file and needs no slot."""
-        return self.table.maps_pages and self.table.n_slot_pages == self.table.n_live_pages
+        return self.table.maps_pages and self.can_map_all
+
+    @property
+    def can_map_all(self) -> bool:
+        """Whether every stored page can be mapped."""
+        return self.table.can_map_some and self.table.n_slot_pages == self.table.n_live_pages
 
     @property
     def can_keep_decoded(self) -> bool:
         """Whether every stored page can be decoded in blocks, but is copied faster from a slot."""
-        return self._can_decode_blocks and self.table.n_slot_pages == self.table.n_live_pages
+        return self._can_decode_blocks and self.can_map_all
 
     @property
     def fills_slots(self) -> bool:

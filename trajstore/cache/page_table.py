@@ -123,9 +123,13 @@ class PageTable:
         return self.n_slots >= self.n_pages
 
     @property
+    def can_map_some(self) -> bool:
+        return bool(self._can_map.any())
+
+    @property
     def maps_pages(self) -> bool:
         """Whether pages that can be mapped are mapped: not all pages have a slot."""
-        return bool(self._can_map.any()) and not self.has_slot_for_every_page
+        return self.can_map_some and not self.has_slot_for_every_page
 
     @property
     def n_slot_pages(self) -> int:
@@ -134,7 +138,7 @@ class PageTable:
 
     @property
     def min_slots(self) -> int:
-        """Slots that the column needs to be read at all."""
+        """Slots that the column needs to be read at all, if no page can be mapped."""
         return min(self.n_pages, self.n_live_pages + MIN_STORED_SLOTS)
 
     # ---- sources and their rows
