@@ -5,7 +5,7 @@ a piece of a chunk, or a whole one. Finding missing pages, choosing pages to evi
 on whole batches. A column that fits its share of the budget has a slot for every page; once all of them are
 resident, a gather needs nothing from the host. On the CPU, the pages of a column that does not fit are mapped from
 their files if the column is stored raw, or in blocks that can be decoded alone: they take no slots, and are never
-evicted.
+evicted. If at least half of such a column of blocks fits, that part of it is decoded and kept in slots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from trajstore.cache.block_decoders import BlockDecoders
-from trajstore.cache.budget import share_budget
+from trajstore.cache.budget import share_budget, slots_without_maps
 from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.cache_version import CacheVersion
 from trajstore.cache.chunk_fetcher import ChunkFetcher
@@ -210,14 +210,12 @@ class ChunkCache:
         self.tier.clear()
 
     def room(self, fields: Sequence[str] | None) -> int:
-        """Return how many stored rows of the chosen fields fit in the cache together."""
+        """Return how many stored rows of the chosen fields fit in the cache together, were none of them mapped."""
         chosen = [self._columns[path] for path in selected_paths(self._schema, fields)]
         if not chosen:
             raise DataError("fields: staged draws need at least one field, got none")
-        return min(
-            (c.table.n_pages if c.is_mapped else c.table.n_slots - c.table.n_live_pages) * c.page_rows
-            for c in chosen
-        )
+        slots = slots_without_maps(self._columns.values(), self._budget)
+        return min((slots[c.path] - c.table.n_live_pages) * c.page_rows for c in chosen)
 
     @property
     def version(self) -> int:
@@ -286,6 +284,10 @@ class ChunkCache:
         for path, needed in pages.items():
             table = self._columns[path].table
             needed = pages[path] = self._map_missing(self._columns[path], needed)
+            if self._columns[path].is_mapped:  # nothing is evicted, so nothing has to be kept
+                self._loader.touch_and_load([(self._columns[path], needed)])
+                pages[path] = needed[:0]
+                continue
             n_more = len(needed) - table.count_pinned(needed)
             if n_more + table.n_pinned + MIN_STORED_SLOTS > table.n_slots < table.n_pages:
                 raise ValueError(
@@ -428,9 +430,10 @@ class ChunkCache:
         can_map = column.table.mappable(pages) & (column.table.slots(pages) < 0)
         missing = column.table.missing(pages[can_map])
         self.stats.hits += int(can_map.sum()) - len(missing)
-        if len(missing):
-            self._mapper.map_pages(column, self._loader.readers, missing)
-        return pages[~can_map]
+        n_filled = column.table.n_empty if column.fills_slots else 0
+        if len(missing) > n_filled:
+            self._mapper.map_pages(column, self._loader.readers, missing[n_filled:])
+        return np.append(pages[~can_map], missing[:n_filled])
 
     def _limit_maps(self) -> None:
         """Unmap all files if there are too many; called before a batch maps what it needs."""

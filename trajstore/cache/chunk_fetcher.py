@@ -189,7 +189,7 @@ class ChunkFetcher:
         array = f"steps/{path}"
         mapped = self._maps.get(reader, path, number)  # also keeps it mapped during this call
         try:
-            data = mapped.file.view(*reader.find_chunk(array, number, mapped))
+            data = reader.mapped_chunk(array, number, mapped)
             reader.decode_chunk(array, number, data, out)
         except ChunkError:  # the file may be replaced by a good one
             self._maps.drop(reader.record.folder, path, reader.object_number(array, number))

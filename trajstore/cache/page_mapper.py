@@ -18,6 +18,7 @@ from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.object_maps import ObjectMaps
 from trajstore.errors import CorruptionError
+from trajstore.format.codec import CRC_BYTES
 from trajstore.schema import Array
 from trajstore.storage import FileMap, Storage
 from trajstore.store.stream_reader import StreamReader
@@ -63,24 +64,24 @@ class PageMapper:
         """
         start = time.perf_counter()
         try:
-            chunks, addresses = self._find(column, readers, pages)
+            chunks, addresses, sizes = self._find(column, readers, pages)
             self._check(column.path, chunks)
         except BaseException:
             column.table.forget_mapped(np.arange(column.table.n_pages))
             self._maps.drop_field(column.path)
             raise
-        column.table.set_mapped(pages, addresses)
+        column.table.set_mapped(pages, addresses, sizes)
         self._stats.misses += len(pages)
         self._stats.bytes_read += sum(chunk.stop - chunk.start for chunk in chunks)
         self._stats.seconds["load"] += time.perf_counter() - start
 
     def _find(
         self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array
-    ) -> tuple[list[_MappedChunk], Array]:
-        """Return the chunks that hold pages, and the memory address of each page."""
+    ) -> tuple[list[_MappedChunk], Array, Array]:
+        """Return the chunks that hold pages, the memory address of each page, and the bytes of its chunk."""
         source, page = column.table.locate(pages)
         chunks: dict[tuple[int, int], _MappedChunk] = {}
-        addresses = np.empty(len(pages), np.int64)
+        addresses, sizes = np.empty((2, len(pages)), np.int64)
         for i, (s, p) in enumerate(zip(source.tolist(), page.tolist(), strict=True)):
             reader = readers[s]
             assert reader is not None  # the index has rows of this stream, so it exists
@@ -90,8 +91,9 @@ class PageMapper:
             if chunk is None:
                 chunk = chunks[s, number] = self._map(reader, column.path, number)
             at = 0 if chunk.has_blocks else position * column.page_bytes
+            sizes[i] = chunk.stop - chunk.start - CRC_BYTES
             addresses[i] = chunk.file.address + chunk.start + at + (BLOCKED if chunk.has_blocks else 0)
-        return list(chunks.values()), addresses
+        return list(chunks.values()), addresses, sizes
 
     def _map(self, reader: StreamReader, path: str, number: int) -> _MappedChunk:
         mapped = self._maps.get(reader, path, number)
@@ -119,11 +121,11 @@ class PageMapper:
         """Read the chunks of mapped pages again, one of which could not be decoded; see `map_pages`."""
         mapped = pages[column.table.are_mapped(pages)]
         column.table.forget_mapped(np.arange(column.table.n_pages))
-        chunks, _ = self._find(column, readers, mapped)
+        chunks, _, _ = self._find(column, readers, mapped)
         path = f"steps/{column.path}"
         for chunk in chunks:
             out = np.empty(column.page_bytes, np.uint8)
-            chunk.reader.decode_chunk(path, chunk.number, chunk.file.view(chunk.start, chunk.stop), out)
+            chunk.reader.decode_chunk(path, chunk.number, bytes(chunk.file.view(chunk.start, chunk.stop)), out)
         raise CorruptionError(
             f"field '{column.path}': a mapped chunk changed after it was checked, and is whole again; draw again"
         )

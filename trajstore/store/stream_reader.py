@@ -227,7 +227,7 @@ class StreamReader:
         mapped = self.map_object(path, piece.start // layout.chunks_per_shard)
         places = [self.find_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
         mapped.file.prefetch(min(places)[0], max(stop for _, stop in places))
-        return [mapped.file.view(*place) for place in places]
+        return [self.mapped_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
 
     def _decode_new(self, path: str, layout: ArrayLayout, index: int, data: memoryview) -> Array:
         with self._named(path, layout, index):
@@ -344,6 +344,14 @@ class StreamReader:
         with self._named(path, layout, index):
             layout.check_place(start, size, mapped.file.size)
         return start, start + size
+
+    def mapped_chunk(self, path: str, index: int, mapped: MappedObject) -> memoryview:
+        """A chunk of a mapped object, still encoded, for `decode_chunk`.
+
+        A compressed one is copied: another program may write to the file after its sizes were checked.
+        """
+        data = mapped.file.view(*self.find_chunk(path, index, mapped))
+        return data if self.record.layouts[path].is_raw else memoryview(bytes(data))
 
     def check_chunk(self, path: str, index: int, data: memoryview) -> None:
         """Check the checksum of a chunk that was mapped.
