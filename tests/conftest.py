@@ -120,6 +120,8 @@ _LONG = [
     "ray/test_service.py",
     "project/test_benchmarks.py",
     "writing/test_faults.py",
+    "storage/test_servers.py",
+    "storage/test_end_to_end.py",
     "project/test_notebooks.py",
     "storage/test_power_loss.py",
     "distributed/test_collective_checkpoints.py",
