@@ -100,14 +100,15 @@ class Target:
 
 
 def write_for(target: Target, name: int, seconds: float) -> int:
-    """Append and commit; returns the number of episodes whose commit was answered."""
-    end, number = time.monotonic() + seconds, 0
+    """Append and commit, for so long after the first commit; returns how many episodes were committed."""
+    end, number = None, 0
     with target.open().writer(f"writer{name}", commit_seconds=None) as writer:
-        while number == 0 or time.monotonic() < end:
+        while end is None or time.monotonic() < end:
             for _ in range(4):
                 append(writer, number, name)
                 number += 1
             writer.commit()
+            end = end or time.monotonic() + seconds
     return number
 
 
@@ -121,10 +122,10 @@ def write_forever(target: Target, name: int, counted: Any) -> None:
 
 
 def read_for(target: Target, seed: int, seconds: float) -> int:
-    """Refresh and sample; returns the number of windows, which were all right."""
-    end, n_windows = time.monotonic() + seconds, 0
+    """Refresh and sample, for so long after the first batch; returns how many windows there were, all right."""
+    end, n_windows = None, 0
     reader = Reader(target.open(), cache_bytes="1MiB", host_cache_bytes=0, seed=seed)
-    while n_windows == 0 or time.monotonic() < end:
+    while end is None or time.monotonic() < end:
         reader.refresh()
         if reader.n_windows(Windows(length=LENGTH)) == 0:
             time.sleep(0.05)
@@ -132,6 +133,7 @@ def read_for(target: Target, seed: int, seconds: float) -> int:
         batch = reader.sample(64, Windows(length=LENGTH))
         assert_windows(batch)
         n_windows += len(batch["action"])
+        end = end or time.monotonic() + seconds
     return n_windows
 
 
