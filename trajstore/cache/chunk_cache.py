@@ -176,7 +176,7 @@ class ChunkCache:
             for path, column in self._columns.items():
                 if chunk_rows := old.chunk_rows(f"steps/{path}"):
                     number = old.object_number(f"steps/{path}", old.record.rows // chunk_rows)
-                    first = old.first_row(f"steps/{path}", number) if is_same else 0
+                    first = number * old.record.layouts[f"steps/{path}"].object_rows if is_same else 0
                     column.forget_mapped(source, first, old.record.rows)
                     self._maps.drop(old.record.folder, path, number)
             if not is_same:
@@ -416,7 +416,7 @@ class ChunkCache:
         oversized = {
             column.path
             for column, distinct in needed
-            if len(distinct) - column.table.count_pinned(distinct) > column.table.n_unpinned
+            if len(distinct) - column.table.count_pinned(distinct) > column.n_unpinned
         }
         self._loader.touch_and_load(
             [(column, distinct) for column, distinct in needed if column.path not in oversized]

@@ -93,11 +93,6 @@ class PageTable:
         return len(self._slot_page)
 
     @property
-    def n_unpinned(self) -> int:
-        """Slots that a batch may use."""
-        return self.n_slots - self.n_pinned
-
-    @property
     def n_empty(self) -> int:
         """Slots that hold no page."""
         return self.n_slots - self.n_resident
@@ -135,11 +130,6 @@ class PageTable:
     def n_slot_pages(self) -> int:
         """Pages that need a slot: they can't be mapped."""
         return sum(n for n, can_map in zip(self._capacity, self._can_map.tolist(), strict=True) if not can_map)
-
-    @property
-    def min_slots(self) -> int:
-        """Slots that the column needs to be read at all, if no page can be mapped."""
-        return min(self.n_pages, self.n_live_pages + MIN_STORED_SLOTS)
 
     # ---- sources and their rows
 
@@ -339,11 +329,6 @@ class PageTable:
         """Return which of the pages lie nowhere, as a mask."""
         absent: Array = self.slot_of_page.host[pages] == _ABSENT
         return absent
-
-    def are_mapped(self, pages: Array) -> Array:
-        """Return which of the pages lie in mapped files, as a mask."""
-        mapped: Array = self.slot_of_page.host[pages] < _ABSENT
-        return mapped
 
     def mappable(self, pages: Array) -> Array:
         """Return which of the pages can be mapped, as a mask."""
