@@ -58,7 +58,7 @@ class ColumnPages:
     @property
     def can_map_all(self) -> bool:
         """Whether every stored page can be mapped."""
-        return self.table.can_map_some and self.table.n_slot_pages == self.table.n_live_pages
+        return bool(self.table.can_map.any()) and self.table.n_slot_pages == self.table.n_live_pages
 
     @property
     def can_keep_decoded(self) -> bool:

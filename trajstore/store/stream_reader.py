@@ -45,6 +45,14 @@ class MappedObject:
     file: FileMap
     index: Array
 
+    def chunk(self, start: int, stop: int, *, is_raw: bool) -> memoryview:
+        """A chunk, still encoded, for `StreamReader.decode_chunk`.
+
+        A compressed one is copied: another program may write to the file after its sizes were checked.
+        """
+        data = self.file.view(start, stop)
+        return data if is_raw else memoryview(bytes(data))
+
 
 class StreamReader:
     """Reads the rows of one stream that one commit record names. Thread-safe.
@@ -226,7 +234,7 @@ class StreamReader:
         mapped = self.map_object(path, piece.start // layout.chunks_per_shard)
         places = [self.find_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
         mapped.file.prefetch(min(places)[0], max(stop for _, stop in places))
-        return [self.mapped_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
+        return [mapped.chunk(*place, is_raw=layout.is_raw) for place in places]
 
     def _decode_new(self, path: str, layout: ArrayLayout, index: int, data: memoryview) -> Array:
         with self._named(path, layout, index):
@@ -330,14 +338,6 @@ class StreamReader:
         with self._named(path, layout, index):
             layout.check_place(start, size, mapped.file.size)
         return start, start + size
-
-    def mapped_chunk(self, path: str, index: int, mapped: MappedObject) -> memoryview:
-        """A chunk of a mapped object, still encoded, for `decode_chunk`.
-
-        A compressed one is copied: another program may write to the file after its sizes were checked.
-        """
-        data = mapped.file.view(*self.find_chunk(path, index, mapped))
-        return data if self.record.layouts[path].is_raw else memoryview(bytes(data))
 
     def check_chunk(self, path: str, index: int, data: memoryview) -> None:
         """Check the checksum of a chunk that was mapped.
