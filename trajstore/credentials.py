@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-_SECRET_OPTION = re.compile(r"key|secret|token|pass|credential|connection|sas|auth", re.IGNORECASE)
+_SECRET_OPTION = re.compile(r"key|secret|token|pass|credential|connection|sas|auth|cookie", re.IGNORECASE)
 _PLAIN_VALUES = frozenset({"anon", "cloud", "browser", "cache", "google_default"})  # of gcsfs's option ``token``
 _IN_QUERY = re.compile(
     r"(?i)\b(sig|x-amz-[a-z-]+|x-goog-[a-z-]+|awsaccesskeyid|signature|access_token)=[^&\s\"'>]+"
@@ -19,13 +19,15 @@ _SIGNED_QUERY = re.compile(
     r"(?i)://[^\s\"]*[?&](sig|x-amz-signature|x-goog-signature|signature|access_token|token)="
 )
 _PASSWORD = re.compile(r"://[^/@\s\"]*:[^/@\s\"]*@")
+_NEXT_LINK = re.compile(r"::(?=[a-z0-9+]+(?:::|://))")  # of a chain of URLs
 _USER = re.compile(r"//([^/@]*)@")
 _HIDDEN = "***"
+_MIN_SECRET = 6  # characters of a value in a query: shorter ones occur by chance, and hiding them hides the message
 
 
 def without_credentials(url: str) -> str:
-    """The URL as it may be shown: without user and password, and without a query."""
-    return _USER.sub("//", url.partition("?")[0])
+    """The URL, or chain of URLs, as it may be shown: without users and passwords, and without queries."""
+    return "::".join(_USER.sub("//", link.partition("?")[0]) for link in _NEXT_LINK.split(url))
 
 
 def credential_in(text: str) -> str | None:
@@ -48,10 +50,13 @@ def secrets_of(url: str, options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _secrets_of(url: str, options: Mapping[str, Any]) -> Iterator[str]:
-    if found := _USER.search(url):
-        yield from (part for part in found.group(1).split(":") if part)
-    if query := url.partition("?")[2]:
-        yield query
+    for link in _NEXT_LINK.split(url):
+        if found := _USER.search(link):
+            yield from (part for part in found.group(1).split(":") if part)
+        if query := link.partition("?")[2]:
+            yield query
+            values = (part.partition("=")[2] for part in query.split("&"))
+            yield from (value for value in values if len(value) >= _MIN_SECRET)
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _secrets_of("", value)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import trajstore
 from tests.cache.test_cache import check, everything
 from tests.sampling.test_batch_iterator import FIELDS, write
 from tests.support.faulty import through
-from trajstore import CorruptionError, Reader, Schema, Windows
+from trajstore import CorruptionError, Field, Reader, Schema, Windows
 from trajstore.storage import FsspecStorage, Place
 
 SHARDED = {path: replace(field, shard_rows=4 * field.chunk_rows) for path, field in FIELDS.items()}  # type: ignore[operator]
@@ -86,6 +87,23 @@ def test_flat_columns_take_one_wave() -> None:
     check(reader.sample(200, Windows()))
     assert len(storage.waves) == 1
     assert storage.n_single == 0
+
+
+def test_a_batch_of_many_chunks_is_one_wave_unless_they_take_too_much_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunk_bytes, n_chunks = 16, 300
+    storage, store, _ = far_store({"obs": Field("int64", chunk_rows=2)}, [])
+    with store.writer() as writer:
+        writer.append_episode({"obs": np.arange(2 * n_chunks)}, terminated=True)
+    store.refresh()
+    for wave_bytes, n_waves in ((None, 1), (n_chunks * chunk_bytes // 4, 4), (1, n_chunks)):
+        if wave_bytes is not None:
+            monkeypatch.setattr("trajstore.cache.chunk_fetcher._WAVE_BYTES", wave_bytes)
+        reader = Reader(store, host_cache_bytes=0)
+        storage.waves.clear()
+        reader.sample(10 * n_chunks, Windows(1))
+        assert len(storage.waves) == n_waves
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd:1", "blosc-lz4"])

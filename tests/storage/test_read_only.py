@@ -209,6 +209,22 @@ def test_temporary_faults_are_repeated(serve: Callable[..., str], directory: Pat
     assert_same(trajstore.open(f"{serve(fails=3)}/store"), directory)
 
 
+def test_a_server_that_fails_for_good_is_given_up_by_the_options_of_the_user(serve: Callable[..., str]) -> None:
+    for url in (f"{serve(fails=10**6)}/store?token=abcdef", f"zip://::{serve(fails=10**6)}/s.zip?token=abcdef"):
+        with pytest.raises(StorageError, match=r"gave up after \d+ s and [2-9] tries") as caught:
+            trajstore.open(url, storage_options={"retry_s": 0.3, "request_s": 5})
+        assert "abcdef" not in str(caught.value)
+
+
+def test_options_that_can_have_no_effect_there_are_refused() -> None:
+    for name, value in {"transport": "obstore", "hedge_s": 1, "filesystem": object()}.items():
+        with pytest.raises(ValueError, match=f"{name}: only for object stores"):
+            open_storage("https://h/x", {name: value})
+    assert open_storage("https://h/x", {"transport": "fsspec"}).transport == "fsspec"
+    with pytest.raises(ValueError, match="retry_s: expected seconds above 0"):
+        open_storage("https://h/x", {"retry_s": -1})
+
+
 def test_secrets_in_urls_are_not_shown() -> None:
     for url in ("https://me:hunter2@h/x?sig=abcdef", "zip://::https://me:hunter2@h/x.zip?sig=abcdef"):
         storage = open_storage(url)

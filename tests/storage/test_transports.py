@@ -71,7 +71,7 @@ def test_options_of_fsspec_are_said_in_obstores_words(
 ) -> None:
     client = obstore_client(url, options)
     assert client.config == config
-    assert isinstance(open_storage(url, options).source, ObstoreStorage)
+    assert isinstance(service(url, options), ObstoreStorage)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,7 @@ def test_a_region_that_nobody_names_is_left_to_s3fs(monkeypatch: pytest.MonkeyPa
 
 def test_the_transport_can_be_chosen_and_an_unknown_one_is_refused() -> None:
     assert service("s3://b/x", S3).transport == "obstore"
+    assert open_storage("s3://b/x", S3).stats()["transport"] == "obstore"
     assert service("s3://b/x", {**S3, "transport": "fsspec"}).transport == "s3fs"
     with pytest.raises(ValueError, match="transport: expected one of auto, obstore, fsspec"):
         open_storage("s3://b/x", {**S3, "transport": "curl"})

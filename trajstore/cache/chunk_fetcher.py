@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from trajstore.cache.cache_stats import CacheStats
@@ -20,7 +20,7 @@ from trajstore.store.read_ahead import ReadAhead
 from trajstore.store.stream_reader import ChunkError, StreamReader
 
 _N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_WAVE_CHUNKS = 256  # encoded chunks that are held in memory at once when they come over a network
+_WAVE_BYTES = 128 << 20  # of encoded chunks that are held in memory at once when they come over a network
 _MIN_TASK_CHUNKS = 4  # a thread gets at least this many chunks
 
 StoredChunk = tuple[StreamReader, str, int]  # the reader of its stream, path of the field, chunk number
@@ -79,11 +79,11 @@ class ChunkFetcher:
         if not self._storage.is_remote:
             self._run(jobs, work)
             return
-        for start in range(0, len(jobs), _WAVE_CHUNKS):
-            wave = jobs[start : start + _WAVE_CHUNKS]
-            self._fetch([chunk_of(job) for job in wave])
+        chunks = [chunk_of(job) for job in jobs]
+        for wave in _waves(chunks):
+            self._fetch(chunks[wave])
             try:
-                self._run(wave, work)
+                self._run(jobs[wave], work)
             finally:
                 self._fetched.clear()
 
@@ -195,3 +195,16 @@ class ChunkFetcher:
             self._maps.drop(reader.record.folder, path, reader.object_number(array, number))
             raise
         return data
+
+
+def _waves(chunks: Sequence[StoredChunk]) -> Iterator[slice]:
+    """Cut chunks into waves of at most `_WAVE_BYTES`, as if no chunk were smaller for being compressed."""
+    start, n_bytes = 0, 0
+    for i, (reader, path, _) in enumerate(chunks):
+        layout = reader.record.layouts.get(f"steps/{path}")
+        size = 0 if layout is None else layout.chunk_bytes  # no layout: a field that the stream lacks
+        if n_bytes + size > _WAVE_BYTES and i > start:
+            yield slice(start, i)
+            start, n_bytes = i, 0
+        n_bytes += size
+    yield slice(start, len(chunks))

@@ -53,7 +53,9 @@ def info(
     snapshot = open_snapshot(url, storage_option, at)
     with damage_of_a_store():
         facts = _store_facts(snapshot, with_sizes=sizes)
-    if counted := snapshot.storage.stats():
+    told_above = ("transport", "transport_reason")
+    counted = {name: figure for name, figure in snapshot.storage.stats().items() if name not in told_above}
+    if counted:
         facts["traffic"] = counted
     print_facts(facts, print_info, as_json)
     return FINE

@@ -462,7 +462,10 @@ class Reader(StepValues):
             self.assembler.resize(budget=budget, host_budget=host_budget)
 
     def stats(self) -> dict[str, Any]:
-        """Counters of the cache, the memory that cache and index use, and requests and bytes of a remote store."""
+        """Counters of the cache, and the memory that cache and index use.
+
+        Of a remote store also requests and bytes, and what makes the requests (``transport``).
+        """
         with self.assembler.lock:
             return self.assembler.stats() | {"storage": self.assembler.snapshot.storage.stats()}
 

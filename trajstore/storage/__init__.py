@@ -13,15 +13,16 @@ from typing import Any
 
 import fsspec.core
 
-from trajstore.storage.connecting import OWN_OPTIONS, client_options, connect
+from trajstore.storage.connecting import connect
 from trajstore.storage.disk_cache import DiskCache, DiskCachedStorage
 from trajstore.storage.file_maps import FileMap
 from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Put, Storage
 from trajstore.storage.layers import CountedStorage, StorageLayer
 from trajstore.storage.local import LocalStorage
 from trajstore.storage.obstore_storage import ObstoreStorage
-from trajstore.storage.read_only import ReadOnlyStorage
+from trajstore.storage.read_only import ReadOnlyStorage, open_read_only
 from trajstore.storage.remote import FsspecStorage
+from trajstore.storage.request_options import OWN_OPTIONS, client_options
 from trajstore.storage.service import ServiceStorage
 
 # Protocols for which one put is one request that replaces the whole object.
@@ -97,9 +98,9 @@ def open_storage(
         return LocalStorage(Path(path).expanduser().absolute(), fsync=fsync)
     raw: Storage
     if protocol in _READ_ONLY or "::" in text:
-        raw = ReadOnlyStorage(text, dict(options or {}))
+        raw = open_read_only(text, options or {})
     elif protocol in _ATOMIC:
-        raw = connect(text, dict(options or {}))
+        raw = connect(text, options or {})
     else:
         raise ValueError(
             f"{protocol}://: no store can be used there, because puts are not known to be atomic; use a directory"

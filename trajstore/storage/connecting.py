@@ -11,18 +11,12 @@ from trajstore.credentials import secrets_of, without_credentials
 from trajstore.storage.obstore_options import UnmappedError, obstore_client
 from trajstore.storage.obstore_storage import ObstoreStorage
 from trajstore.storage.remote import FsspecStorage
-from trajstore.storage.retry import RetryPolicy
-from trajstore.storage.service import ServiceOptions, ServiceStorage
+from trajstore.storage.request_options import ServiceOptions, client_options, service_options
+from trajstore.storage.service import ServiceStorage
 
 _log = logging.getLogger(__name__)
 
 _TRANSPORTS = ("auto", "obstore", "fsspec")
-OWN_OPTIONS = frozenset({"transport", "filesystem", "retry_s", "request_s", "hedge_s"})
-
-
-def client_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The storage options that are for the client, without those of this library."""
-    return {name: value for name, value in (options or {}).items() if name not in OWN_OPTIONS}
 
 
 def connect(url: str, options: Mapping[str, Any]) -> ServiceStorage:
@@ -31,7 +25,7 @@ def connect(url: str, options: Mapping[str, Any]) -> ServiceStorage:
     Raises:
         ValueError: An option of this library has an impossible value, or obstore is required and can't be used.
     """
-    service, theirs = _service_options(options), client_options(options)
+    service, theirs = service_options(options), client_options(options)
     transport, filesystem = options.get("transport", "auto"), options.get("filesystem")
     if transport not in _TRANSPORTS:
         raise ValueError(
@@ -73,22 +67,3 @@ def _given(
     storage.transport_reason = "a filesystem was handed in"
     storage.add_secrets(secrets_of("", getattr(filesystem, "storage_options", {})))
     return storage
-
-
-def _service_options(options: Mapping[str, Any]) -> ServiceOptions:
-    policy = RetryPolicy()
-    total_s = _seconds(options, "retry_s", policy.total_s)
-    request_s = _seconds(options, "request_s", min(policy.request_s, total_s))
-    hedge_s = _seconds(options, "hedge_s", 0.0) if options.get("hedge_s") is not None else None
-    return ServiceOptions(RetryPolicy(total_s=total_s, request_s=request_s), hedge_s)
-
-
-def _seconds(options: Mapping[str, Any], name: str, default: float) -> float:
-    value = options.get(name, default)
-    try:
-        seconds = float(value)  # a command line passes text
-    except (TypeError, ValueError):
-        seconds = -1.0
-    if isinstance(value, bool) or not 0.0 < seconds < 1e6:
-        raise ValueError(f"storage_options: {name}: expected seconds above 0, got {value!r:.40}")
-    return seconds

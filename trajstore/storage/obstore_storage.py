@@ -9,7 +9,8 @@ from typing import Any
 
 from trajstore.storage.interface import ABSENT, ANY, Storage, check_key
 from trajstore.storage.obstore_options import ObstoreClient
-from trajstore.storage.service import RefusedConditionError, ServiceOptions, ServiceStorage
+from trajstore.storage.request_options import ServiceOptions
+from trajstore.storage.service import RefusedConditionError, ServiceStorage
 
 _DELETED_AT_ONCE = 1000  # by one request to S3
 

@@ -5,52 +5,58 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import fsspec.core
 
 from trajstore.errors import MissingExtraError, StorageError
-from trajstore.storage.interface import ANY, Place, Put, Storage, check_key, check_tree, storage_error
+from trajstore.storage.fsspec_client import call, leave_open_at_exit, make_one_try, one_try_options, package_of
+from trajstore.storage.interface import ANY, Place, Put, check_key, check_tree
+from trajstore.storage.request_options import OWN_OPTIONS, ServiceOptions, client_options, service_options
+from trajstore.storage.retried_storage import RetriedStorage
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _N_THREADS = 16
 _N_CONNECTIONS = 64
-_ATTEMPTS = 4
-_PACKAGES = {
-    "hf": "huggingface_hub",
-    "http": "aiohttp",
-    "https": "aiohttp",
-    "s3": "s3fs",
-    "gs": "gcsfs",
-    "az": "adlfs",
-}
-_DEFINITE = (FileNotFoundError, PermissionError, StorageError, MissingExtraError, ValueError)
 
 
-class ReadOnlyStorage(Storage):
+def open_read_only(url: str, options: Mapping[str, Any]) -> ReadOnlyStorage:
+    """The storage at a URL, or chain of URLs, that is read through fsspec. Makes no request.
+
+    Raises:
+        ValueError: An option of this library has an impossible value, or one that is for object stores only.
+    """
+    others = {n for n in OWN_OPTIONS - {"retry_s", "request_s"} if options.get(n) is not None}
+    if options.get("transport") in ("auto", "fsspec"):
+        others -= {"transport"}
+    if others:
+        raise ValueError(
+            f"storage_options: {', '.join(sorted(others))}: only for object stores (s3://, gs://, abfs://), not for"
+            f" {url.partition(':')[0]}:"
+        )
+    return ReadOnlyStorage(url, client_options(options), service_options(options))
+
+
+class ReadOnlyStorage(RetriedStorage):
     """Any fsspec filesystem, for reading. Whatever would write raises, and says what to do instead."""
 
     n_threads = _N_THREADS
     is_remote = True
+    transport = "fsspec"
+    transport_reason = "the place is not an object store, or is reached through another"
 
-    def __init__(self, url: str, options: dict[str, Any]) -> None:
-        super().__init__()
-        self._url = url
-        self._options = options
+    def __init__(self, url: str, options: dict[str, Any], service: ServiceOptions) -> None:
+        super().__init__(url, options, service)
         self._filesystem: Any = None
         self._root = ""
         self._pid = 0
         self._heeds_ranges: bool | None = None  # whether the server sends parts of objects; None: not known
         self._is_web = bool(re.match(r"https?:", url))
-        self.display = re.sub(r"//[^/@:]*(:[^/@]*)?@", "//", re.sub(r"\?[^:]*", "", url))
-        self._secrets = tuple(_secrets(url, options))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ReadOnlyStorage, (self._url, self._options)
+        return ReadOnlyStorage, (self._url, self._options, self._service)
 
     @property
     def _fs(self) -> Any:
@@ -62,46 +68,83 @@ class ReadOnlyStorage(Storage):
             return self._filesystem
 
     def _connect(self) -> tuple[Any, str]:
-        defaults = {"use_listings_cache": False} if self._is_web else {}
+        """The filesystem and the path in it; a chain of URLs may be read for that."""
+        protocols = [link.partition(":")[0] for link in self._url.split("::")]
         try:
-            found, path = fsspec.core.url_to_fs(
-                self._url, **{"skip_instance_cache": True, **defaults, **self._options}
-            )
+            found, path = fsspec.core.url_to_fs(self._url, **self._options_of(protocols))
         except ImportError as error:
-            protocols = re.findall(r"(\w+):", self._url)
-            names = [_PACKAGES[p] for p in protocols if p in _PACKAGES]
+            names = [package for protocol in protocols if (package := package_of(protocol)) is not None]
             hint = f"pip install {' '.join(names)}" if names else str(error)
             raise MissingExtraError(f"{self.display} needs a package that is not installed: {hint}") from error
-        except Exception as error:
-            raise storage_error("open", self.display, error, self._secrets) from None
+        make_one_try(found)
+        leave_open_at_exit(found)
         return found, str(path).rstrip("/")
 
+    def _options_of(self, protocols: Sequence[str]) -> dict[str, Any]:
+        """The options of a chain: those of its first link beside those of the others, which their names hold."""
+        policy, options = self._service.retries, dict(self._options)
+        for protocol in protocols[1:]:
+            given = dict(options.get(protocol) or {})
+            options[protocol] = given | one_try_options(protocol, given, policy)
+        return options | one_try_options(protocols[0], options, policy)
+
+    def renew(self) -> bool:
+        """Connect again, so that the client looks for credentials where it first found them."""
+        with self._lock:
+            self._pid = 0
+        return True
+
     def _path(self, key: str) -> str:
-        check_key(key)
         self._fs  # noqa: B018  (sets the root)
         return "/".join(part for part in (self._root, key) if part)
+
+    def _asked(self, action: str, key: str, method: str, **kwargs: Any) -> Any:
+        """Call a method of the filesystem with the path of an object, within the retry policy."""
+        return self.retried(action, key, lambda timeout_s: self._call(method, timeout_s, self._path(key), **kwargs))
+
+    def _call(self, method: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+        # The client itself notices a connection without progress; a large object may take longer than that.
+        return call(self._fs, method, max(timeout_s, self._service.retries.total_s), *args, **kwargs)
 
     # ---- reading
 
     def get(self, key: str) -> bytes:
-        return bytes(self._retried("read", key, lambda: self._fs.cat_file(self._path(key))))
+        return bytes(self._asked("read", key, "cat_file"))
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         if start == stop:
             return b""
         if not self._sends_ranges():
             return self.get(key)[start:stop]
-        return bytes(self._retried("read", key, lambda: self._fs.cat_file(self._path(key), start=start, end=stop)))
+        return bytes(self._asked("read", key, "cat_file", start=start, end=stop))
 
     def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
-        if len(places) <= 1 or not getattr(self._fs, "async_impl", False) or not self._sends_ranges():
+        if len(places) <= 1:
             return super().get_ranges(places)
+        for key in {key for key, _, _ in places}:
+            check_key(key)
+        try:
+            found = self._found_at_once(places)
+        except Exception:  # of the client, for all of them
+            found = None
+        if found is None:
+            return super().get_ranges(places)
+        # Those that failed are read again, with retries and a proper error.
+        failed = [i for i, data in enumerate(found) if not isinstance(data, bytes)]
+        for i, data in zip(failed, self.map(self._get_place, [places[i] for i in failed]), strict=True):
+            found[i] = data
+        return found
+
+    def _found_at_once(self, places: Sequence[Place]) -> list[Any] | None:
+        """Bytes or errors, by one call of the filesystem; None where it would read one after the other."""
+        if not getattr(self._fs, "async_impl", False) or not self._sends_ranges():
+            return None
         paths = [self._path(key) for key, _, _ in places]
         starts = [None if stop is None else start for _, start, stop in places]
         stops = [stop for _, _, stop in places]
-        found = self._fs.cat_ranges(paths, starts, stops, batch_size=_N_CONNECTIONS, on_error="return")
-        # Those that failed are read again one by one, with repetitions and a proper error.
-        return [d if isinstance(d, bytes) else self._get_place(p) for p, d in zip(places, found, strict=True)]
+        limits = {"batch_size": _N_CONNECTIONS, "on_error": "return"}
+        timeout_s = self._service.retries.request_s
+        return list(self._call("cat_ranges", timeout_s, paths, starts, stops, **limits))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         return self.get_ranges([(key, 0, None) for key in keys])
@@ -109,15 +152,14 @@ class ReadOnlyStorage(Storage):
     def _sends_ranges(self) -> bool:
         """Whether parts of objects can be read; a plain web server may send the whole object instead."""
         if self._heeds_ranges is None and self._is_web:
-            path = self._path("zarr.json")
-            part = self._retried("read", "zarr.json", lambda: self._fs.cat_file(path, start=1, end=3))
+            part = self._asked("read", "zarr.json", "cat_file", start=1, end=3)
             self._heeds_ranges = len(part) == 2
             if not self._heeds_ranges:
                 _log.warning("%s: the server ignores byte ranges, so whole objects are read", self.display)
         return self._heeds_ranges is not False
 
     def size(self, key: str) -> int:
-        size = self._retried("read", key, lambda: self._fs.info(self._path(key))["size"])
+        size = self._asked("read", key, "info")["size"]
         return len(self.get(key)) if size is None else int(size)
 
     def list_names(self, prefix: str) -> list[str]:
@@ -131,16 +173,18 @@ class ReadOnlyStorage(Storage):
 
     def _entries(self, prefix: str) -> set[str]:
         """Names directly below a prefix; on a web server those of directories end with a slash."""
+        found = self.retried("list", prefix, lambda timeout_s: self._listed(prefix, timeout_s))
         path = self._path(prefix)
-        try:
-            found = self._retried(
-                "list", prefix, lambda: self._fs.ls(f"{path}/" if self._is_web else path, detail=False)
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return set()
         below = f"{path}/" if path else ""
         names = (str(entry).lstrip("/" if not below else "").removeprefix(below) for entry in found)
         return {name for name in names if name.rstrip("/") and "/" not in name.rstrip("/") and "?" not in name}
+
+    def _listed(self, prefix: str, timeout_s: float) -> list[Any]:
+        try:
+            path = self._path(prefix)
+            return list(self._call("ls", timeout_s, f"{path}/" if self._is_web else path, detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def _exists(self, key: str) -> bool:
         try:
@@ -153,13 +197,16 @@ class ReadOnlyStorage(Storage):
         if self._is_web:
             keys = list(self._walk(prefix))
             return dict(zip(keys, self.map(self.size, keys), strict=True))
-        try:
-            found = self._retried("list", prefix, lambda: self._fs.find(self._path(prefix), detail=True))
-        except FileNotFoundError:
-            return {}
+        found = self.retried("list", prefix, lambda timeout_s: self._found_below(prefix, timeout_s))
         root = f"{self._root}/" if self._root else ""
         named = ((str(name).lstrip("" if root else "/").removeprefix(root), entry) for name, entry in found.items())
         return {key: int(entry["size"]) for key, entry in named if key.startswith(f"{prefix}/" if prefix else "")}
+
+    def _found_below(self, prefix: str, timeout_s: float) -> dict[str, Any]:
+        try:
+            return dict(self._call("find", timeout_s, self._path(prefix), detail=True))
+        except FileNotFoundError:
+            return {}
 
     def _walk(self, prefix: str) -> Iterator[str]:
         for name in sorted(self._entries(prefix)):
@@ -168,25 +215,6 @@ class ReadOnlyStorage(Storage):
                 yield from self._walk(key.rstrip("/"))
             else:
                 yield key
-
-    def _retried(self, action: str, key: str, call: Callable[[], T]) -> T:
-        """Call again after temporary faults; definite answers are raised at once."""
-        check_key(key)
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return call()
-            except (FileNotFoundError, NotADirectoryError):
-                raise
-            except Exception as error:
-                failure = (
-                    error
-                    if isinstance(error, (StorageError, MissingExtraError))
-                    else storage_error(action, f"{self.display}/{key}", error, self._secrets)
-                )
-                if attempt == _ATTEMPTS or isinstance(error, _DEFINITE):
-                    break
-            time.sleep(0.1 * 2**attempt)
-        raise failure  # outside the handler: the original error may quote credentials
 
     # ---- what can't be done
 
@@ -218,15 +246,3 @@ class ReadOnlyStorage(Storage):
     def remove_tree(self, prefix: str) -> None:
         check_tree(prefix)
         self._refuse()
-
-
-def _secrets(url: str, options: Mapping[str, Any]) -> Iterator[str]:
-    """What messages of libraries must not quote: user names and queries of URLs, and text among the options."""
-    for found in re.findall(r"//([^/@]*)@", url):
-        yield from (part for part in found.split(":") if part)
-    yield from re.findall(r"\?([^:]+)", url)
-    for value in options.values():
-        if isinstance(value, Mapping):
-            yield from _secrets("", value)
-        elif isinstance(value, str) and len(value) >= 4:
-            yield value

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import math
 import os
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import fsspec.asyn
 import fsspec.core
 
 from trajstore.errors import MissingExtraError
+from trajstore.storage.fsspec_client import call, leave_open_at_exit, make_one_try, one_try_options, package_of
 from trajstore.storage.interface import ABSENT, ANY, Place, Storage, check_key, storage_error
 from trajstore.storage.merged_ranges import merge
-from trajstore.storage.service import N_REQUESTS, RefusedConditionError, ServiceOptions, ServiceStorage
+from trajstore.storage.request_options import N_REQUESTS, ServiceOptions
+from trajstore.storage.service import RefusedConditionError, ServiceStorage
 
-_LOOP_DELAY_S = 5.0  # what a busy event loop may add to a request's timeout
 _BYTES_PER_S = 1_000_000  # a put may take this much longer
-_PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
-}
-
 _COPIES_ITSELF = frozenset({"memory", "s3", "gs"})  # not Azure, which answers before the copy is made
 
 _memory_lock = threading.Lock()  # fsspec's in-memory "create" checks and writes in two steps
@@ -68,8 +55,9 @@ class FsspecStorage(ServiceStorage):
         self._given = filesystem
         self._filesystem: Any = None
         self._path_root = ""
-        self.is_remote = not url.startswith("memory:")
-        self.transport = _PACKAGES.get(url.partition(":")[0], "fsspec") if self.is_remote else ""
+        self._protocol = url.partition(":")[0]
+        self.is_remote = self._protocol != "memory"
+        self.transport = (package_of(self._protocol) or "fsspec") if self.is_remote else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FsspecStorage, (self._url, self._options, self._service, self._given)
@@ -87,42 +75,19 @@ class FsspecStorage(ServiceStorage):
         try:
             if self._given is not None:
                 return self._given, fsspec.core.split_protocol(self._url)[1].rstrip("/")
-            filesystem, path = fsspec.core.url_to_fs(self._url, **(self._options | self._defaults()))
+            policy = self._service.retries
+            defaults = one_try_options(self._protocol, self._options, policy)
+            filesystem, path = fsspec.core.url_to_fs(self._url, **(self._options | defaults))
         except ImportError as error:
-            package = _PACKAGES.get(self._url.partition(":")[0])
+            package = package_of(self._protocol)
             hint = f"pip install {package}" if package else str(error)
             raise MissingExtraError(f"{self.display} needs a package that is not installed: {hint}") from error
         except ValueError as error:
             raise storage_error("open", self.display, error, self._secrets) from None
         if self.is_remote:
-            _make_one_try(filesystem)
-            _leave_open_at_exit(filesystem)
+            make_one_try(filesystem)
+            leave_open_at_exit(filesystem)
         return filesystem, str(path).rstrip("/")
-
-    def _defaults(self) -> dict[str, Any]:
-        """Options of the client that make one try a request, notice hung connections, and share nothing."""
-        policy = self._service.retries
-        defaults: dict[str, Any] = {"use_listings_cache": False}
-        if not self.is_remote:
-            return defaults
-        defaults["skip_instance_cache"] = True  # its retries are changed, which another user would not expect
-        if self._url.startswith(("s3:", "s3a:")):
-            config = {
-                "max_pool_connections": N_REQUESTS,  # the default allows ten requests at a time
-                "retries": {"total_max_attempts": 1},
-                "connect_timeout": policy.request_s,
-                "read_timeout": policy.request_s,
-            }
-            defaults["config_kwargs"] = config | self._options.get("config_kwargs", {})
-        if self._url.startswith(("az:", "abfs")):
-            defaults |= {name: math.ceil(policy.request_s) for name in ("connection_timeout", "read_timeout")}
-        if self._url.startswith(("gs:", "gcs:")):
-            import aiohttp  # gcsfs needs it anyway
-
-            defaults["requests_timeout"] = aiohttp.ClientTimeout(
-                total=None, sock_connect=policy.request_s, sock_read=policy.request_s
-            )
-        return defaults
 
     def renew(self) -> bool:
         """Connect again, so that the client looks for credentials where it first found them."""
@@ -137,17 +102,7 @@ class FsspecStorage(ServiceStorage):
         return f"{self._path_root}/{key}" if key else self._path_root
 
     def _call(self, name: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the filesystem; one that is asynchronous is cancelled after the timeout."""
-        filesystem = self._fs
-        if not getattr(filesystem, "async_impl", False):
-            return getattr(filesystem, name)(*args, **kwargs)
-        function = getattr(filesystem, f"_{name}")
-        limit_s = timeout_s + _LOOP_DELAY_S
-
-        async def call() -> Any:
-            return await asyncio.wait_for(function(*args, **kwargs), limit_s)
-
-        return fsspec.asyn.sync(filesystem.loop, call)
+        return call(self._fs, name, timeout_s, *args, **kwargs)
 
     def ask_bytes(self, key: str, start: int, stop: int | None, timeout_s: float) -> bytes:
         if stop is not None:
@@ -278,25 +233,3 @@ def _is_refused_condition(error: BaseException) -> bool:
             )
         cause = cause.__cause__
     return False
-
-
-def _make_one_try(filesystem: Any) -> None:
-    """Switch off the retries of a client whose instance is ours; where that is impossible, timeouts bound them."""
-    if hasattr(type(filesystem), "retries") and "s3" in filesystem.protocol:
-        filesystem.retries = 1
-    pipeline = getattr(getattr(filesystem, "service_client", None), "_pipeline", None)
-    for policy in getattr(pipeline, "_impl_policies", ()):  # azure-core; its own pauses begin with 15 seconds
-        if hasattr(policy, "total_retries"):
-            policy.total_retries = 0
-
-
-def _leave_open_at_exit(filesystem: Any) -> None:
-    """Have the system close the connections of a client whose instance is ours when the process ends.
-
-    Its own finalizers need an event loop. At exit that may have ended, which is printed as an error, and in a
-    forked child it does not exist, so the child would wait for ever.
-    """
-    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
-        found = finalizer.peek()
-        if found is not None and found[0] is filesystem:
-            finalizer.atexit = False

@@ -6,6 +6,8 @@ import enum
 import random
 import re
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from json import JSONDecodeError
@@ -153,6 +155,8 @@ _PROGRAM_ERRORS = (
     MemoryError,
     NotImplementedError,
 )
+_FINAL_FILE_ERRORS = (PermissionError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
+_DAMAGES = (zipfile.BadZipFile, zlib.error)
 # Errors of the program or of its configuration, by name: a client's own ones can't be imported here.
 _FINAL_NAMES = frozenset({"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "NotSupportedError"})
 _STATUS_TEXT = re.compile(r"status code: (\d{3})|status: (\d{3})\b|\bHTTP (\d{3})\b")
@@ -166,7 +170,9 @@ def fault_of(error: BaseException) -> Fault:
         return Fault.EXPIRED
     if code in _TEMPORARY_CODES:
         return Fault.TEMPORARY
-    if isinstance(error, (PermissionError, FileNotFoundError, FileExistsError)):
+    if isinstance(error, FileNotFoundError) and status is not None and status >= 500:
+        return Fault.TEMPORARY  # fsspec takes every failure to find out a size for this
+    if isinstance(error, (*_FINAL_FILE_ERRORS, *_DAMAGES)):
         return Fault.FINAL
     if isinstance(error, _PROGRAM_ERRORS) and not isinstance(error, JSONDecodeError):  # that is a truncated answer
         return Fault.FINAL
@@ -195,8 +201,8 @@ def _answer_of(error: BaseException) -> tuple[str | None, int | None]:
     if isinstance(response, Mapping):  # botocore
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return response.get("Error", {}).get("Code"), status if isinstance(status, int) else None
-    for name in ("status_code", "status", "code"):  # azure-core, aiohttp, gcsfs
-        value: Any = getattr(error, name, None)
+    for holder, name in ((error, "status_code"), (error, "status"), (error, "code"), (response, "status_code")):
+        value: Any = getattr(holder, name, None)  # azure-core, aiohttp, gcsfs, huggingface_hub
         if isinstance(value, int) and 100 <= value < 600:
             code = getattr(error, "error_code", None)
             return None if code is None else str(getattr(code, "value", code)), value

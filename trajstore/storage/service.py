@@ -1,4 +1,4 @@
-"""What storages at a service share: retries, conditions on puts, lost answers, merged ranges, hedged reads."""
+"""What storages at a service share: conditions on puts, lost answers, merged ranges, hedged reads."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from trajstore.background_pool import BackgroundPool
-from trajstore.credentials import secrets_of, without_credentials
-from trajstore.errors import ConflictError, MissingExtraError, StorageError
-from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Storage, check_key, storage_error
+from trajstore.errors import ConflictError
+from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, check_key
 from trajstore.storage.merged_ranges import merge
-from trajstore.storage.retry import Fault, GaveUp, Retries, RetryPolicy, fault_of
+from trajstore.storage.request_options import N_REQUESTS, ServiceOptions
+from trajstore.storage.retried_storage import RetriedStorage
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
-N_REQUESTS = 256  # under way at a time: a batch is one wave
 SETTLE_S = 2.0  # where the server ignores conditions: seconds until the last of several creators counts
 
 
@@ -29,21 +26,7 @@ class RefusedConditionError(OSError):
     """The object is not as the put expected."""
 
 
-@dataclass(frozen=True)
-class ServiceOptions:
-    """How requests are made, whatever makes them.
-
-    Attributes:
-        retries: How long failing requests are repeated.
-        hedge_s: Ask again for bytes that have not come after this many seconds, and take the answer that comes
-            first. None: never.
-    """
-
-    retries: RetryPolicy = field(default_factory=RetryPolicy)
-    hedge_s: float | None = None
-
-
-class ServiceStorage(Storage):
+class ServiceStorage(RetriedStorage):
     """Base class of storages at a service. A subclass makes single requests; this class makes them reliable.
 
     The methods of a subclass that begin with ``ask_`` make one request each, which ends after ``timeout_s`` without
@@ -54,20 +37,10 @@ class ServiceStorage(Storage):
     n_threads = N_REQUESTS
 
     def __init__(self, url: str, options: dict[str, Any], service: ServiceOptions) -> None:
-        super().__init__()
-        self._url = url
-        self._options = options
-        self._service = service
-        self.display = without_credentials(url)
-        self._secrets = tuple(secrets_of(url, options))
-        self._retries = Retries(service.retries)
+        super().__init__(url, options, service)
         self._refuses_existing: bool | None = None  # whether the server heeds conditions on puts; None: not known
         self._hedges: BackgroundPool | None = None
         self._hedges_pid = 0
-
-    def add_secrets(self, secrets: Iterable[str]) -> None:
-        """Further texts that are never shown."""
-        self._secrets += tuple(secrets)
 
     # ---- single requests, made by subclasses -------------------------------------------------------
 
@@ -107,10 +80,6 @@ class ServiceStorage(Storage):
     def deletes_at_once(self) -> int:
         """How many objects one request deletes."""
         return 1
-
-    def renew(self) -> bool:
-        """Get new credentials; returns whether that may help."""
-        return False
 
     # ---- reading -----------------------------------------------------------------------------------
 
@@ -270,44 +239,3 @@ class ServiceStorage(Storage):
             return self.get(key) == data
         except FileNotFoundError:
             return False
-
-    # ---- retries -----------------------------------------------------------------------------------
-
-    def retried(self, action: str, key: str, request: Callable[[float], T]) -> T:
-        """Make a request within the retry policy; failures become errors of this library.
-
-        Args:
-            action: What it does, in a word.
-            key: Which object, or prefix.
-            request: Called with a timeout in seconds.
-        """
-        check_key(key)
-        story = ""
-        try:
-            return self._retries.call(
-                request, _fault_of, self.renew, lambda error: self._log_retry(action, key, error)
-            )
-        except (FileExistsError, StorageError, MissingExtraError):
-            raise
-        except GaveUp as given_up:
-            error, story = given_up.error, f"{given_up.story}: "
-        except Exception as caught:
-            if isinstance(caught, FileNotFoundError) and action in ("read", "copy"):
-                raise FileNotFoundError(f"{self.display}/{key}") from None
-            error, story = caught, self._advice(caught)
-        # Outside the handlers: the original error may quote credentials, also as the context of ours.
-        raise storage_error(action, f"{self.display}/{key}", error, self._secrets, story)
-
-    def _advice(self, error: Exception) -> str:
-        if _fault_of(error) is Fault.EXPIRED:
-            return "the credentials have expired or are not accepted; pass new ones in storage_options: "
-        return ""
-
-    def _log_retry(self, action: str, key: str, error: Exception) -> None:
-        _log.warning("%s %s/%s failed, will be retried: %s", action, self.display, key, type(error).__name__)
-
-
-def _fault_of(error: Exception) -> Fault:
-    if isinstance(error, (StorageError, MissingExtraError)):
-        return Fault.FINAL
-    return fault_of(error)

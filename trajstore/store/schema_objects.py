@@ -5,7 +5,9 @@ None of them ever changes. Each holds all fields of the one before, and the newe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from trajstore.errors import FormatError, SchemaError
 from trajstore.format.commit_record import CommitRecord
@@ -26,6 +28,9 @@ _WAY = (
 )
 
 
+FIRST_SCHEMAS = 2  # objects that are asked for at once: the only schema of most stores, and that it is the only one
+
+
 def schema_key(number: int) -> str:
     """Key of the first schema (0), or of the schema after an addition (1, 2, ...)."""
     return f"schema/{number}/zarr.json" if number else "schema/zarr.json"
@@ -43,23 +48,34 @@ def read_schemas(storage: Storage) -> list[Schema]:
     Raises:
         FormatError: One of them is damaged, or contradicts the one before.
     """
-
-    def get(number: int) -> bytes | None:
-        try:
-            return storage.get(schema_key(number))
-        except FileNotFoundError:
-            return None
-
     # Most stores have one schema; of a remote one, learn that in a single round trip.
-    found = storage.map(get, (0, 1)) if storage.is_remote else [get(0)]
+    numbers = range(FIRST_SCHEMAS if storage.is_remote else 1)
+    return later_schemas(storage, at_once(storage, [partial(schema_object, storage, n) for n in numbers]))
+
+
+def schema_object(storage: Storage, number: int) -> bytes | None:
+    """The bytes of a schema object; None if it does not exist."""
+    try:
+        return storage.get(schema_key(number))
+    except FileNotFoundError:
+        return None
+
+
+def later_schemas(storage: Storage, first: Sequence[bytes | None]) -> list[Schema]:
+    """The schemas of a store whose first schema objects were read already."""
     schemas: list[Schema] = []
     while True:
         number = len(schemas)
-        data = found[number] if number < len(found) else get(number)
+        data = first[number] if number < len(first) else schema_object(storage, number)
         if data is None:
             return schemas
         what = f"{storage.display}/{schema_key(number).removesuffix('/zarr.json')}"
         schemas.append(parse_schema(data, what, schemas[-1] if schemas else None))
+
+
+def at_once(storage: Storage, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """The results of calls that read: in one round trip of a remote storage, one after the other of others."""
+    return storage.map(lambda call: call(), calls) if storage.is_remote else [call() for call in calls]
 
 
 def parse_schema(data: bytes, what: str, before: Schema | None = None) -> Schema:

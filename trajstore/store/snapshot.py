@@ -95,14 +95,25 @@ class Snapshot:
         return Snapshot(storage, schema, dict(sorted(streams.items(), key=_by_creation)))
 
     @staticmethod
-    def load(storage: Storage, schema: Schema | None, before: Snapshot | None = None) -> Snapshot:
+    def load(
+        storage: Storage,
+        schema: Schema | None,
+        before: Snapshot | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Snapshot:
         """The newest commit of every stream.
 
         Costs one listing, and one wave of reads of the records that may have changed since ``before``.
+
+        Args:
+            storage: Storage of the store.
+            schema: Its schema; None if it has none yet.
+            before: What is known already.
+            names: The names below ``streams``; None: list them.
         """
         known = {record.id: record for record in before.stored} if before else {}
         old = before._streams if before else {}
-        stored = load_records(storage, known)
+        stored = load_records(storage, known, names)
         streams: dict[str, StreamView] = {}
         for record in shown_records(stored.values()):
             name, place = record.id, record.location or record.id

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import ClosedError, SchemaError, StoreExistsError, StoreNotFoundError
@@ -25,7 +26,14 @@ from trajstore.format.zarr_json import (
 from trajstore.schema import Schema, as_schema, check_name, check_not_reserved, has_reserved
 from trajstore.storage import DiskCache, Storage, client_options, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints
-from trajstore.store.schema_objects import read_schema, settle
+from trajstore.store.schema_objects import (
+    FIRST_SCHEMAS,
+    at_once,
+    later_schemas,
+    read_schema,
+    schema_object,
+    settle,
+)
 from trajstore.store.snapshot import Snapshot
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import Writer
@@ -284,14 +292,18 @@ def open(  # noqa: A001 - trajstore.open reads as it should
         AmbiguousCheckpointError: Several checkpoints match, and none descends from all others.
     """
     storage = open_storage(url, storage_options, fsync=fsync, disk_cache=disk_cache)
-    check_root(storage)
     store = Store(storage, url, storage_options)
+    # What can be asked without an answer to another question is asked at once. The records come after the schema.
+    objects = [partial(schema_object, storage, number) for number in range(FIRST_SCHEMAS)]
+    last = partial(storage.list_names, "streams") if at is None else partial(find, storage, at)
+    _, *first, found = at_once(storage, [partial(check_root, storage), *objects, last])
+    schemas = later_schemas(storage, first)
+    schema = schemas[-1] if schemas else None
     if at is None:
-        store.refresh()
+        store._snapshot = Snapshot.load(storage, schema, names=found)
     else:
-        checkpoint = find(storage, at)
-        store._snapshot = Snapshot.at(storage, read_schema(storage), checkpoint)
-        store._at = checkpoint.id
+        store._snapshot = Snapshot.at(storage, schema, found)
+        store._at = found.id
     return store
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from trajstore.format.commit_record import CommitRecord
@@ -12,9 +12,15 @@ from trajstore.storage import Storage
 from trajstore.store.column_reader import read_records
 
 
-def load_records(storage: Storage, known: Mapping[str, CommitRecord]) -> dict[str, CommitRecord]:
-    """The newest record of every stored stream, where ``known`` may be out of date."""
-    names = [name for name in storage.list_names("streams") if is_stream_id(name)]
+def load_records(
+    storage: Storage, known: Mapping[str, CommitRecord], listed: Sequence[str] | None = None
+) -> dict[str, CommitRecord]:
+    """The newest record of every stored stream, where ``known`` may be out of date.
+
+    ``listed`` are the names below ``streams``, if they were listed already.
+    """
+    found = storage.list_names("streams") if listed is None else listed
+    names = [name for name in found if is_stream_id(name)]
     dead = {stream for record in known.values() for stream in record.view.dead}
     may_have_changed = [n for n in names if n not in known or not (known[n].is_sealed or n in dead)]
     fresh = read_records(storage, may_have_changed)

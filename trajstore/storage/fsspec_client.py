@@ -1,0 +1,112 @@
+"""Clients of fsspec, made so that one try of theirs is one request: repetitions are for the retry policy alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import fsspec.asyn
+
+from trajstore.storage.request_options import N_REQUESTS
+from trajstore.storage.retry import RetryPolicy
+
+_LOOP_DELAY_S = 5.0  # what a busy event loop may add to a request's timeout
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
+
+
+def package_of(protocol: str) -> str | None:
+    """The package that a protocol of fsspec needs; None if it is not known."""
+    return _PACKAGES.get(protocol)
+
+
+def one_try_options(protocol: str, options: Mapping[str, Any], policy: RetryPolicy) -> dict[str, Any]:
+    """Options of a client that make one try a request, notice hung connections, and share nothing.
+
+    Connections and retries that the user configured stay as they are.
+    """
+    if protocol not in _PACKAGES:
+        return {"use_listings_cache": False} if protocol == "memory" else {"skip_instance_cache": True}
+    # Not shared: its retries are changed, which another user would not expect.
+    defaults: dict[str, Any] = {"skip_instance_cache": True}
+    if protocol != "hf":  # it needs its listings
+        defaults["use_listings_cache"] = False
+    if protocol in ("s3", "s3a"):
+        config = {
+            "max_pool_connections": N_REQUESTS,  # the default allows ten requests at a time
+            "retries": {"total_max_attempts": 1},
+            "connect_timeout": policy.request_s,
+            "read_timeout": policy.request_s,
+        }
+        defaults["config_kwargs"] = config | options.get("config_kwargs", {})
+    if protocol in ("az", "abfs", "abfss"):
+        defaults |= {name: math.ceil(policy.request_s) for name in ("connection_timeout", "read_timeout")}
+    if protocol in ("gs", "gcs"):
+        defaults["requests_timeout"] = _timeout(policy)
+    if protocol in ("http", "https"):
+        defaults["client_kwargs"] = {"timeout": _timeout(policy), **options.get("client_kwargs", {})}
+    return defaults
+
+
+def _timeout(policy: RetryPolicy) -> Any:
+    import aiohttp  # the clients that take it need it anyway
+
+    return aiohttp.ClientTimeout(total=None, sock_connect=policy.request_s, sock_read=policy.request_s)
+
+
+def make_one_try(filesystem: Any) -> None:
+    """Switch off the retries of a client whose instance is ours; where that is impossible, timeouts bound them."""
+    for one in _with_inner(filesystem):
+        if hasattr(type(one), "retries") and "s3" in one.protocol:
+            one.retries = 1
+        pipeline = getattr(getattr(one, "service_client", None), "_pipeline", None)
+        for policy in getattr(pipeline, "_impl_policies", ()):  # azure-core; its own pauses begin with 15 seconds
+            if hasattr(policy, "total_retries"):
+                policy.total_retries = 0
+
+
+def _with_inner(filesystem: Any) -> Iterator[Any]:
+    """A filesystem, and those that it reads from: of a chain of URLs."""
+    for _ in range(10):
+        if filesystem is None:
+            return
+        yield filesystem
+        filesystem = getattr(filesystem, "fs", None) or getattr(getattr(filesystem, "fo", None), "fs", None)
+
+
+def leave_open_at_exit(filesystem: Any) -> None:
+    """Have the system close the connections of a client whose instance is ours when the process ends.
+
+    Its own finalizers need an event loop. At exit that may have ended, which is printed as an error, and in a
+    forked child it does not exist, so the child would wait for ever.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        found = finalizer.peek()
+        if found is not None and found[0] is filesystem:
+            finalizer.atexit = False
+
+
+def call(filesystem: Any, name: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+    """Call a method of the filesystem; one that is asynchronous is cancelled after the timeout."""
+    if not getattr(filesystem, "async_impl", False):
+        return getattr(filesystem, name)(*args, **kwargs)
+    function = getattr(filesystem, f"_{name}")
+    limit_s = timeout_s + _LOOP_DELAY_S
+
+    async def limited() -> Any:
+        return await asyncio.wait_for(function(*args, **kwargs), limit_s)
+
+    return fsspec.asyn.sync(filesystem.loop, limited)
