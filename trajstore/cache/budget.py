@@ -21,8 +21,8 @@ def share_budget(columns: Iterable[ColumnPages], budget: int) -> None:
         spare = left - sum(c.table.min_slots * c.page_bytes for c in rest[1:])
         slots = column.table.n_pages
         if column.nbytes_of_all_pages > spare:
-            n_bytes = column.table.n_slot_pages * column.page_bytes
-            share = left * n_bytes // max(1, sum(c.table.n_slot_pages * c.page_bytes for c in rest))
+            n_bytes = column.n_slot_pages * column.page_bytes
+            share = left * n_bytes // max(1, sum(c.n_slot_pages * c.page_bytes for c in rest))
             slots = min(slots, max(column.table.min_slots, min(share, spare, n_bytes) // column.page_bytes))
         column.set_slots(slots)
         left -= slots * column.page_bytes

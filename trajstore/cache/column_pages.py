@@ -29,6 +29,7 @@ class ColumnPages:
 
     Attributes:
         n_live_used: Live rows from this one on hold nothing.
+        may_need_slots: Whether pages that can be mapped may need slots at times.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ColumnPages:
     ) -> None:
         self.path = path
         self.n_live_used = live_rows
+        self.may_need_slots = False
         self._can_decode_blocks = False
         self._version = version
         self.page_rows = page_rows
@@ -52,8 +54,18 @@ class ColumnPages:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether every stored page can be mapped from a file and needs no slot."""
+        """Whether every stored page can be mapped from a file, so that pages may be absent."""
         return self.table.maps_pages and self.table.n_slot_pages == self.table.n_live_pages
+
+    @property
+    def needs_slots(self) -> bool:
+        """Whether some stored pages need a slot, or may need one at times."""
+        return self.may_need_slots or not self.is_mapped
+
+    @property
+    def n_slot_pages(self) -> int:
+        """Pages that need a slot, or may need one at times."""
+        return self.table.n_pages if self.may_need_slots else self.table.n_slot_pages
 
     @property
     def has_blocks(self) -> bool:
