@@ -22,6 +22,7 @@ BENCHMARKS = (
     "pack",
     "misses",
     "disk_cache",
+    "scans",
     "priorities",
     "replay",
     "ranks",
@@ -29,6 +30,7 @@ BENCHMARKS = (
     "drop_ins",
     "rlinf_add_checkpoint",
     "torchrl_storage",
+    "object_store",
 )
 
 

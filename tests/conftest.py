@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
-import socket
-import subprocess
-import sys
 import threading
-import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 
 from tests.support.lock_order import LockOrder, traced_locks
+from tests.support.servers import azurite, gcs, moto, seaweedfs
+from tests.support.servers.process import NotInstalledError, Server
 from trajstore import unclosed
 
 # In CI the same examples every time; elsewhere new ones, so that bugs are found by whoever can mend them.
@@ -33,6 +32,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
 os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
+os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else gcsfs asks Google about each bucket
 
 collect_ignore_glob = ["data/*"]  # made with libraries that are not installed here
 
@@ -121,6 +121,8 @@ _LONG = [
     "project/test_benchmarks.py",
     "writing/test_faults.py",
     "store/test_packing.py",
+    "storage/test_servers.py",
+    "storage/test_end_to_end.py",
     "project/test_notebooks.py",
     "storage/test_power_loss.py",
     "distributed/test_collective_checkpoints.py",
@@ -177,56 +179,49 @@ class Place:
         return {"storage_options": self.options} if self.options else {}
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+# By the kind of place. Each starts when a test first asks for it and ends with the session.
+SERVERS: dict[str, Callable[[], AbstractContextManager[Server]]] = {
+    "s3": moto.start,
+    "seaweedfs": seaweedfs.start,
+    "gcs": gcs.start,
+    "azure": azurite.start,
+}
 
 
 @pytest.fixture(scope="session")
-def s3_endpoint() -> Iterator[str]:
-    """A real S3 server (moto's) on loopback, ended with the session."""
-    port = free_port()
-    endpoint = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        _wait_for(endpoint, server)
-        yield endpoint
-    finally:
-        server.terminate()
-        server.wait(30)
+def server() -> Iterator[Callable[[str], Server]]:
+    """Real servers on loopback by kind; a test is skipped where its server is not installed."""
+    with contextlib.ExitStack() as stack:
 
+        @functools.cache
+        def start(kind: str) -> Server | str:
+            try:
+                return stack.enter_context(SERVERS[kind]())
+            except NotInstalledError as error:
+                return f"no server for {kind}: {error}"
 
-def _wait_for(endpoint: str, server: subprocess.Popen[bytes]) -> None:
-    for _ in range(300):
-        if server.poll() is not None:
-            raise RuntimeError(f"the S3 server ended with {server.returncode}")
-        try:
-            urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=1).close()
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise RuntimeError("the S3 server does not answer")
+        def get(kind: str) -> Server:
+            started = start(kind)
+            if isinstance(started, str):
+                pytest.skip(started)
+            return started
 
-
-def s3_options(endpoint: str) -> dict[str, Any]:
-    return {"key": "test-key", "secret": "test-secret", "client_kwargs": {"endpoint_url": endpoint}}
+        yield get
 
 
 @pytest.fixture(scope="session")
-def s3_bucket(s3_endpoint: str) -> str:
-    import s3fs
+def s3_endpoint(server: Callable[[str], Server]) -> str:
+    return server("s3").endpoint
 
-    bucket = f"trajstore-{uuid.uuid4().hex[:8]}"
-    s3fs.S3FileSystem(**s3_options(s3_endpoint)).mkdir(bucket)
-    return bucket
+
+@pytest.fixture(scope="session")
+def s3_bucket(server: Callable[[str], Server]) -> str:
+    return server("s3").bucket
 
 
 @pytest.fixture
 def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], Place]:
-    """Makes fresh places by kind: local, memory or s3."""
+    """Makes fresh places by kind: local, memory, or that of a server."""
 
     def make(kind: str) -> Place:
         name = uuid.uuid4().hex
@@ -234,8 +229,8 @@ def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str],
             return Place(str(tmp_path / name), {})
         if kind == "memory":
             return Place(f"memory://{name}", {})
-        bucket, endpoint = request.getfixturevalue("s3_bucket"), request.getfixturevalue("s3_endpoint")
-        return Place(f"s3://{bucket}/{name}", s3_options(endpoint))
+        server = request.getfixturevalue("server")(kind)
+        return Place(server.new_url(), server.options)
 
     return make
 

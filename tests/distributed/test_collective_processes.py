@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import trajstore
-from tests.conftest import free_port
 from tests.support.rank_process import OPTIONS, Nursery, Rank, digest, nurseries, shown
+from tests.support.servers.process import free_ports
 from trajstore import Checkpoint, ReplayBuffer
 from trajstore.storage import open_storage
 from trajstore.store.checkpoints import find, list_checkpoints
@@ -45,7 +45,7 @@ def start(home: Nursery, url: str) -> Start:
         what: str | list[str], size: int, *, through: str = "store", is_awaited: bool = True, **told: Any
     ) -> list[Rank]:
         whats = [what] * size if isinstance(what, str) else what
-        more = {"port": free_port()} if through == "torch" else {}
+        more = {"port": free_ports(1)[0]} if through == "torch" else {}
         ranks = [home.start(name, rank, size, url, **more, **told) for rank, name in enumerate(whats)]
         if is_awaited:
             for rank in ranks:
@@ -107,7 +107,7 @@ def test_ranks_of_a_process_group_may_try_again_after_one_could_not_begin(start:
 def test_a_rank_that_gets_sigterm_takes_a_checkpoint_of_all_first(
     home: Nursery, url: str, through: str, k: int, wait: str
 ) -> None:
-    more = {"port": free_port()} if through == "torch" else {}
+    more = {"port": free_ports(1)[0]} if through == "torch" else {}
     ranks = [home.start("stay", r, 3, url, wait=wait if r == k else "told", **more) for r in range(3)]
     for rank in ranks:
         rank.await_word("ready")

@@ -54,6 +54,7 @@ EXPECTED["replay"] = [
     "append 16, sample, update, evict, ours, 20,000 steps, 1 thread",
     "checkpoint of 2,377 steps",
 ]
+EXPECTED["object_store"] = ["0 ms: 20 reads, fsspec", "20 ms: open", "20 ms: cold batch of 256 windows"]
 EXPECTED["ranks"] = [
     "4,000 episodes, 8 to 16 ranks: plan",
     "4,000 episodes, 8 to 16 ranks: storage calls",
@@ -101,6 +102,12 @@ EXPECTED["pack"] = [
     "state, read in order, cold, packed",
     "state: objects",
     "state: memory of pack",
+]
+EXPECTED["scans"] = [
+    "read_episode, one after the other, 20 ms",
+    "read_all_in_order, 20 ms",
+    "epoch of windows in order, 20 ms, not ahead",
+    "read_all_in_order, local, cold",
 ]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 

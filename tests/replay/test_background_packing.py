@@ -192,11 +192,14 @@ class InPacking(Plan):
     def __init__(self, at: int = 0, *, dies: bool = False, is_after: bool = False, action: str = "") -> None:
         self.n = 0
         self.happened = threading.Event()
+        self.is_released = (
+            False  # what is left of a dead process is given up: it can't write, and does not die again
+        )
         self._at, self._dies, self._is_after, self._action = at, dies, is_after, action
 
     def before(self, call: Call) -> None:
         if self._dies and self.happened.is_set():
-            raise Died(f"at {call}")
+            raise broken() if self.is_released else Died(f"at {call}")
         if threading.current_thread().name == "trajstore-pack" and self._action in call.action:
             self.n += 1
             if not self._is_after:
@@ -279,6 +282,9 @@ def test_a_kill_or_a_failure_at_any_call_of_the_packing_thread_takes_nothing(
         except (StorageError, Died):
             pass
         finally:
+            plan.is_released = True
+            with contextlib.suppress(Died):  # that of the packing thread, once
+                buffer._release()
             buffer._release()
         return url
 

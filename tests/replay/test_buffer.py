@@ -372,7 +372,7 @@ def test_an_unknown_option_is_refused_with_those_there_are(memory: str) -> None:
 
 def test_the_constructor_and_the_changes_of_a_resume_have_the_options_that_checkpoints_keep() -> None:
     options = {f.name: f for f in dataclasses.fields(ReplayOptions)}
-    unkept = ("url", "exist", "schema", "storage_options", "fsync")
+    unkept = ("url", "exist", "schema", "storage_options", "fsync", "disk_cache")
     parameters = inspect.signature(ReplayBuffer).parameters
     given = {name: p for name, p in parameters.items() if name not in unkept}
     assert given.keys() == options.keys() == OptionChanges.__annotations__.keys() | RejoinChanges.__annotations__

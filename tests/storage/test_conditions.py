@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import trajstore
-from tests.conftest import s3_options
 from tests.support.proxy import Proxy, Request
+from tests.support.servers.moto import options_at
 from trajstore import Field, Schema
-from trajstore.storage import open_storage, remote
+from trajstore.storage import open_storage, service
 from trajstore.store.verify import verify
 
 pytestmark = pytest.mark.s3
@@ -26,14 +26,14 @@ Place = tuple[str, dict[str, Any]]
 def proxy(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     proxy = Proxy(s3_endpoint)
     proxy.ignores_conditions = True
-    monkeypatch.setattr(remote, "SETTLE_S", 0.5)
+    monkeypatch.setattr(service, "SETTLE_S", 0.5)
     yield proxy
     proxy.close()
 
 
 @pytest.fixture
 def place(proxy: Proxy, s3_bucket: str) -> Place:
-    return f"s3://{s3_bucket}/{uuid.uuid4().hex}", s3_options(proxy.endpoint)
+    return f"s3://{s3_bucket}/{uuid.uuid4().hex}", options_at(proxy.endpoint)
 
 
 def schema(n: int) -> Schema:
@@ -60,7 +60,7 @@ def test_an_object_is_put_once_and_the_server_is_named_once(place: Place, caplog
 
 
 def test_a_server_that_heeds_conditions_is_known_as_such(s3_endpoint: str, s3_bucket: str) -> None:
-    storage = open_storage(f"s3://{s3_bucket}/{uuid.uuid4().hex}", s3_options(s3_endpoint))
+    storage = open_storage(f"s3://{s3_bucket}/{uuid.uuid4().hex}", options_at(s3_endpoint))
     assert storage.put_once("one", b"mine")
     assert not storage.put_once("one", b"mine too")
     assert storage.is_exclusive
@@ -122,7 +122,7 @@ def test_a_creator_that_comes_late_puts_the_schema_of_the_streams_back(
         writer.append(one_step(3), terminated=True)
     # The late one looked for the schema before the first put it, and puts its own afterwards.
     read = trajstore.store.schema_objects.read_schemas
-    monkeypatch.setattr(remote.FsspecStorage, "_exists", lambda self, key: False)
+    monkeypatch.setattr(service.ServiceStorage, "_exists", lambda self, key: False)
     monkeypatch.setattr(trajstore.store.store, "read_schema", lambda storage: None)
     late_writer = late.writer()
     monkeypatch.setattr(trajstore.store.schema_objects, "read_schemas", _empty_once(read))
@@ -147,7 +147,7 @@ def test_a_writer_whose_schema_was_replaced_withdraws_its_stream(place: Place) -
     writer = store.writer()
     writer.append(one_step(3), terminated=True)
     storage = open_storage(place[0], place[1]).source
-    real_put = remote.FsspecStorage.put
+    real_put = service.ServiceStorage.put
 
     def put(self: Any, key: str, data: bytes, expect: str = "*") -> str:
         if key == f"streams/{writer.stream}/zarr.json":
@@ -156,7 +156,7 @@ def test_a_writer_whose_schema_was_replaced_withdraws_its_stream(place: Place) -
         return real_put(self, key, data, expect)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote.FsspecStorage, "put", put)
+        patch.setattr(service.ServiceStorage, "put", put)
         with pytest.raises(trajstore.SchemaError, match="has another schema"):
             writer.commit()
     writer.release()

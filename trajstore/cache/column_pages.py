@@ -55,12 +55,22 @@ class ColumnPages:
     @property
     def is_mapped(self) -> bool:
         """Whether every stored page can be mapped from a file, so that pages may be absent."""
-        return self.table.maps_pages and self.table.n_slot_pages == self.table.n_live_pages
+        return self.table.maps_pages and self.can_map_all
 
     @property
-    def needs_slots(self) -> bool:
-        """Whether some stored pages need a slot, or may need one at times."""
-        return self.may_need_slots or not self.is_mapped
+    def can_map_all(self) -> bool:
+        """Whether every stored page can be mapped, if `may_need_slots` not at all times."""
+        return self.table.can_map_some and self.table.n_slot_pages == self.table.n_live_pages
+
+    @property
+    def can_keep_decoded(self) -> bool:
+        """Whether every stored page can be decoded in blocks at all times, but is copied faster from a slot."""
+        return self._can_decode_blocks and self.can_map_all and not self.may_need_slots
+
+    @property
+    def fills_slots(self) -> bool:
+        """Whether pages that can be mapped are decoded into empty slots as long as there are any; see `budget`."""
+        return self.can_keep_decoded and self.table.n_slots > self.table.min_slots
 
     @property
     def n_slot_pages(self) -> int:
@@ -110,14 +120,17 @@ class ColumnPages:
         return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, out.data_ptr()
 
     def addresses(self) -> tuple[int, ...]:
-        """Return the first six numbers of the column for `program_loops`; the third is 0 if it needs no table.
+        """Return the first six numbers of the column for `program_loops`.
+
+        The third is 0 if it needs no table, the last if no page has to be decoded.
 
         If pages are mapped, those that no batch has asked for yet are absent.
         """
         arena, table = self.arena, self.table
         slots = 0 if table.is_direct else table.slot_of_page.data_ptr
         first_rows = table.first_virtual_row.data_ptr
-        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, int(self.has_blocks)
+        sizes = table.bytes_of_page.data_ptr if self.has_blocks else 0
+        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, sizes
 
     def forget_mapped(self, source: int, start: int, stop: int) -> None:
         """Make the mapped pages of a source absent that hold rows from ``start`` to ``stop``."""

@@ -18,6 +18,7 @@ from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.object_maps import ObjectMaps
 from trajstore.errors import CorruptionError
+from trajstore.format.codec import CRC_BYTES
 from trajstore.schema import Array
 from trajstore.storage import FileMap, Storage
 from trajstore.store.stream_reader import ChunkError, StreamReader
@@ -66,7 +67,7 @@ class PageMapper:
         """
         start = time.perf_counter()
         try:
-            chunks, addresses = self._find(column, readers, pages)
+            chunks, addresses, sizes = self._find(column, readers, pages)
             self._check(column.path, chunks)
         except BaseException as error:
             column.table.forget_mapped(np.arange(column.table.n_pages))
@@ -75,7 +76,7 @@ class PageMapper:
                 return self.map_pages(column, readers, pages)
             raise
         found = addresses != 0
-        column.table.set_mapped(pages[found], addresses[found])
+        column.table.set_mapped(pages[found], addresses[found], sizes[found])
         self._stats.misses += int(found.sum())
         self._stats.bytes_read += sum(chunk.stop - chunk.start for chunk in chunks)
         self._stats.seconds["load"] += time.perf_counter() - start
@@ -84,11 +85,14 @@ class PageMapper:
 
     def _find(
         self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array
-    ) -> tuple[list[_MappedChunk], Array]:
-        """Return the chunks that hold pages, and the memory address of each page; 0 for those in no file."""
+    ) -> tuple[list[_MappedChunk], Array, Array]:
+        """Return the chunks that hold pages, the memory address of each page, and the bytes of its chunk.
+
+        The address of a page that is in no file of this machine is 0.
+        """
         source, page = column.table.locate(pages)
         chunks: dict[tuple[int, int], _MappedChunk | None] = {}
-        addresses = np.zeros(len(pages), np.int64)
+        addresses, sizes = np.zeros((2, len(pages)), np.int64)
         for i, (s, p) in enumerate(zip(source.tolist(), page.tolist(), strict=True)):
             reader = readers[s]
             assert reader is not None  # the index has rows of this stream, so it exists
@@ -99,8 +103,9 @@ class PageMapper:
             if (chunk := chunks[s, number]) is None:
                 continue
             at = 0 if chunk.has_blocks else position * column.page_bytes
+            sizes[i] = chunk.stop - chunk.start - CRC_BYTES
             addresses[i] = chunk.file.address + chunk.start + at + (BLOCKED if chunk.has_blocks else 0)
-        return [chunk for chunk in chunks.values() if chunk is not None], addresses
+        return [chunk for chunk in chunks.values() if chunk is not None], addresses, sizes
 
     def _map(self, reader: StreamReader, path: str, number: int) -> _MappedChunk | None:
         mapped = self._maps.get(reader, path, number)
@@ -130,12 +135,13 @@ class PageMapper:
         """Read the chunks of mapped pages again, one of which could not be decoded; see `map_pages`."""
         mapped = pages[column.table.are_mapped(pages)]
         column.table.forget_mapped(np.arange(column.table.n_pages))
-        chunks, _ = self._find(column, readers, mapped)
+        chunks, _, _ = self._find(column, readers, mapped)
         path = f"steps/{column.path}"
         for chunk in chunks:
             out = np.empty(column.page_bytes, np.uint8)
+            encoded = bytes(chunk.file.view(chunk.start, chunk.stop))
             try:
-                chunk.reader.decode_chunk(path, chunk.number, chunk.file.view(chunk.start, chunk.stop), out)
+                chunk.reader.decode_chunk(path, chunk.number, encoded, out)
             except ChunkError as error:
                 if not self._storage.drop_local(error.key):
                     raise

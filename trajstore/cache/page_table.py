@@ -48,6 +48,8 @@ class PageTable:
         is_direct: Page ``i`` lies in slot ``i`` or nowhere, so virtual rows are arena rows.
         slot_of_page: By page: its slot; -1 if the page lies nowhere; below that, the negative of the memory address
             of a page in a mapped file, or of a chunk plus `block_decoders.BLOCKED` if it has to be decoded.
+        bytes_of_page: By page: if it is a chunk that has to be decoded, its size as it was when it was checked,
+            without its checksum; otherwise undefined.
         first_virtual_row: By source: the virtual row of its row 0.
         layout_version: Rises when `first_virtual_row` changes.
     """
@@ -67,6 +69,7 @@ class PageTable:
         self.n_pinned = 0
         self.is_direct = True
         self.slot_of_page = GrowableArray(np.int64, device)
+        self.bytes_of_page = GrowableArray(np.int64, torch.device("cpu"))
         self.first_virtual_row = GrowableArray(np.int64, device)
         self._version = version
         self._was_complete = True  # when the version was advanced last
@@ -120,9 +123,13 @@ class PageTable:
         return self.n_slots >= self.n_pages
 
     @property
+    def can_map_some(self) -> bool:
+        return bool(self._can_map.any())
+
+    @property
     def maps_pages(self) -> bool:
         """Whether pages that can be mapped are mapped: not all pages have a slot."""
-        return bool(self._can_map.any()) and not self.has_slot_for_every_page
+        return self.can_map_some and not self.has_slot_for_every_page
 
     @property
     def n_slot_pages(self) -> int:
@@ -131,7 +138,7 @@ class PageTable:
 
     @property
     def min_slots(self) -> int:
-        """Slots that the column needs to be read at all."""
+        """Slots that the column needs to be read at all, if no page can be mapped."""
         return min(self.n_pages, self.n_live_pages + MIN_STORED_SLOTS)
 
     # ---- sources and their rows
@@ -203,7 +210,7 @@ class PageTable:
         self._version.advance()
         self._capacity.append(n_pages)
         self._n_rows.append(0)
-        self.slot_of_page.rewrite(self.n_pages, np.full(n_pages, _ABSENT))
+        self._append_absent(n_pages)
 
     def _enlarge(self, source: int, n_pages: int) -> None:
         """Give a source room for more pages: in place if its range is the last, else in a new range at the end."""
@@ -211,10 +218,14 @@ class PageTable:
         first, old = self.first_page(source), self._capacity[source]
         room = max(n_pages, 2 * old)
         if first + old == self.n_pages:
-            self.slot_of_page.rewrite(self.n_pages, np.full(room - old, _ABSENT))
+            self._append_absent(room - old)
         else:
             self._move_to_end(source, first, old, room)
         self._capacity[source] = room
+
+    def _append_absent(self, n_pages: int) -> None:
+        self.bytes_of_page.rewrite(self.n_pages, np.zeros(n_pages, np.int64))
+        self.slot_of_page.rewrite(self.n_pages, np.full(n_pages, _ABSENT))
 
     def _move_to_end(self, source: int, first: int, old: int, room: int) -> None:
         slots = self.slot_of_page.host[first : first + old].copy()
@@ -226,6 +237,8 @@ class PageTable:
         starts[source] = self.n_pages * self.page_rows
         self.layout_version += 1
         self.first_virtual_row.rewrite(0, starts)
+        sizes = np.append(self.bytes_of_page.host[first : first + old], np.zeros(room - old, np.int64))
+        self.bytes_of_page.rewrite(self.n_pages, sizes)
         table = np.append(self.slot_of_page.host, moved)
         table[first : first + old] = _ABSENT
         self.slot_of_page.rewrite(0, table)
@@ -266,8 +279,9 @@ class PageTable:
         self.n_resident += len(pages)
         self._note_completeness()
 
-    def set_mapped(self, pages: Array, addresses: Array) -> None:
-        """Record that absent pages lie in mapped files, at these memory addresses."""
+    def set_mapped(self, pages: Array, addresses: Array, n_bytes: Array) -> None:
+        """Record that absent pages lie in mapped files, at these memory addresses; see `bytes_of_page`."""
+        self.bytes_of_page.put(pages, n_bytes)
         self.slot_of_page.put(pages, -addresses)
         self.n_mapped += len(pages)
         self._note_completeness()
@@ -318,8 +332,13 @@ class PageTable:
 
     def missing(self, pages: Array) -> Array:
         """Return those of the pages that lie nowhere."""
+        found: Array = pages[self.are_absent(pages)]
+        return found
+
+    def are_absent(self, pages: Array) -> Array:
+        """Return which of the pages lie nowhere, as a mask."""
         absent: Array = self.slot_of_page.host[pages] == _ABSENT
-        return pages[absent]
+        return absent
 
     def are_mapped(self, pages: Array) -> Array:
         """Return which of the pages lie in mapped files, as a mask."""

@@ -65,6 +65,7 @@ def _store_facts(snapshot: Snapshot, *, with_sizes: bool) -> Facts:
     live = Marks.wanted(snapshot.streams)
     return {
         "url": storage.display,
+        "transport": {"name": storage.transport, "reason": storage.transport_reason} if storage.is_remote else None,
         "format": root["format"],
         "id": root.get("id"),
         "created_at": root.get("created_at"),
@@ -156,6 +157,9 @@ def print_info(console: "Console", facts: Facts) -> None:
     console.print(
         f"{printable(facts['url'])}\nformat {facts['format']}, created {format_time(facts['created_at'])} UTC\n"
     )
+    if (transport := facts["transport"]) is not None:
+        reason = f", because {printable(transport['reason'])}" if transport["reason"] else ""
+        console.print(f"Requests are made by {printable(transport['name'])}{reason}\n")
     _print_schema(console, facts["schema"])
     _print_streams(console, facts["streams"])
     if n := len(facts["replaced_streams"]):

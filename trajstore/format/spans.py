@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.credentials import credential_in
 from trajstore.errors import CorruptionError, DataError
 from trajstore.schema import MAX_METADATA_BYTES, Array, Schema
 
@@ -116,10 +117,15 @@ def _to_json(values: dict[str, Any]) -> bytes:
     if not values:
         return b""
     try:
-        text = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        shown = json.dumps(values, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = shown.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"metadata {sorted(values)}: not storable as JSON: {error}") from error
     _check_keys(values)
+    if (found := credential_in(shown)) is not None:
+        raise DataError(
+            f"metadata {sorted(values)}: a URL in it holds {found}, which would be stored; leave it out"
+        )
     if len(text) > MAX_METADATA_BYTES:
         raise DataError(f"metadata takes {len(text)} bytes; at most {MAX_METADATA_BYTES}")
     return text

@@ -1,4 +1,4 @@
-"""Objects (bytes under a key) at a URL. The only package that imports fsspec.
+"""Objects (bytes under a key) at a URL. The only package that imports fsspec and obstore.
 
 Keys are relative paths with ``/``. A put is atomic (readers see the old bytes or the new, never a mix)
 and durable when it returns. Threads may share a storage; it may be forked and pickled.
@@ -13,13 +13,16 @@ from typing import Any
 
 import fsspec.core
 
+from trajstore.storage.connecting import OWN_OPTIONS, client_options, connect
 from trajstore.storage.disk_cache import DiskCache, DiskCachedStorage
 from trajstore.storage.file_maps import FileMap
 from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Put, Storage
 from trajstore.storage.layers import CountedStorage, StorageLayer
 from trajstore.storage.local import LocalStorage
+from trajstore.storage.obstore_storage import ObstoreStorage
 from trajstore.storage.read_only import ReadOnlyStorage
 from trajstore.storage.remote import FsspecStorage
+from trajstore.storage.service import ServiceStorage
 
 # Protocols for which one put is one request that replaces the whole object.
 _ATOMIC = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
@@ -30,6 +33,7 @@ __all__ = [
     "ABSENT",
     "ANY",
     "OWN",
+    "OWN_OPTIONS",
     "UNSEEN",
     "CountedStorage",
     "DiskCache",
@@ -37,11 +41,14 @@ __all__ = [
     "FileMap",
     "FsspecStorage",
     "LocalStorage",
+    "ObstoreStorage",
     "Place",
     "Put",
     "ReadOnlyStorage",
+    "ServiceStorage",
     "Storage",
     "StorageLayer",
+    "client_options",
     "open_storage",
 ]
 
@@ -58,12 +65,17 @@ def open_storage(
     Args:
         url: A path, or an fsspec URL of memory, S3, GCS or Azure; for reading also of a web server (``https://``),
             Hugging Face (``hf://``), a zip file (``zip://::https://...``) or another chain of URLs.
-        options: Arguments of fsspec's filesystem for that URL (credentials, endpoints).
+        options: Arguments of fsspec's filesystem for that URL (credentials, endpoints), which also obstore is told,
+            and of this library: ``transport`` (``"auto"``, ``"obstore"`` or ``"fsspec"``), ``filesystem`` (a
+            filesystem of fsspec that makes the requests), ``retry_s`` (seconds until a failing call gives up, 60),
+            ``request_s`` (seconds until a request without progress counts as failed, 15), and ``hedge_s`` (seconds
+            until bytes that have not come are asked for a second time; never by default).
         fsync: Whether local puts survive a power cut; without it they survive only a crash of the process.
         disk_cache: Where objects of a remote store are kept on a local disk; None: nowhere.
 
     Raises:
-        ValueError: Puts at the URL are not known to be atomic, or it lacks ``//``.
+        ValueError: Puts at the URL are not known to be atomic, it lacks ``//``, or an option of this library has an
+            impossible value.
         TypeError: ``url`` is neither text nor a path, or ``options`` are given for a local directory.
     """
     if not isinstance(url, (str, os.PathLike)):
@@ -87,7 +99,7 @@ def open_storage(
     if protocol in _READ_ONLY or "::" in text:
         raw = ReadOnlyStorage(text, dict(options or {}))
     elif protocol in _ATOMIC:
-        raw = FsspecStorage(text, dict(options or {}))
+        raw = connect(text, dict(options or {}))
     else:
         raise ValueError(
             f"{protocol}://: no store can be used there, because puts are not known to be atomic; use a directory"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from trajstore.background_pool import BackgroundPool
+from trajstore.credentials import redacted, shows_secrets
 from trajstore.errors import StorageError
 from trajstore.storage.file_maps import FileMap
 
@@ -27,11 +28,20 @@ Place = tuple[str, int, int | None]  # an object's key, and bytes [start, stop) 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """One object to put. ``make`` is called when its turn comes, so that few encoded objects exist at a time."""
+    """One object to put. ``make`` is called when its turn comes, so that few encoded objects exist at a time.
+
+    Attributes:
+        key: Which object.
+        make: Returns its bytes.
+        expect: What is there already; see `Storage.put`.
+        make_pieces: Yields the same bytes in pieces, for a backend that can write them one after the other;
+            None: use `make`.
+    """
 
     key: str
     make: Callable[[], bytes | memoryview]
     expect: str = ANY
+    make_pieces: Callable[[], Iterator[bytes | memoryview]] | None = None
 
 
 class Storage:
@@ -41,15 +51,19 @@ class Storage:
         display: The URL without credentials, for messages.
         n_threads: The most calls that `map` makes at a time.
         is_remote: Whether a read is a request over the network.
+        transport: What makes the requests of a remote storage; empty elsewhere.
+        transport_reason: Why that is not obstore; empty if it is.
     """
 
     display: str
     n_threads: int
     is_remote = False
+    transport: str = ""
+    transport_reason: str = ""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._executor: BackgroundPool | None = None
+        self._executors: dict[int, BackgroundPool] = {}  # by number of threads
         self._executor_pid = 0
         _alive.add(self)
 
@@ -248,18 +262,20 @@ class Storage:
         """
         if len(items) <= 1:
             return [function(item) for item in items]
-        futures = [self._threads().submit(function, item) for item in items]
+        threads = self._threads(self.n_threads)
+        futures = [threads.submit(function, item) for item in items]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
 
-    def _threads(self) -> BackgroundPool:
+    def _threads(self, n_threads: int) -> BackgroundPool:
         with self._lock:
-            if self._executor is None or self._executor_pid != os.getpid():
-                self._executor = BackgroundPool(self.n_threads, "trajstore-io")
-                self._executor_pid = os.getpid()
-            return self._executor
+            if self._executor_pid != os.getpid():
+                self._executors, self._executor_pid = {}, os.getpid()
+            if n_threads not in self._executors:
+                self._executors[n_threads] = BackgroundPool(n_threads, "trajstore-io")
+            return self._executors[n_threads]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.display}>"
@@ -297,15 +313,17 @@ def check_tree(prefix: str) -> None:
         raise ValueError(f"prefix {prefix!r}: expected a part of the store, not all of it")
 
 
-def storage_error(action: str, where: str, error: BaseException, secrets: Iterable[str] = ()) -> StorageError:
-    """A StorageError for a backend's error, without the credentials that the backend's message may quote."""
-    reason = f"{type(error).__name__}: {error}"
-    leaked = False
-    for secret in secrets:
-        leaked = leaked or secret in reason
-        reason = reason.replace(secret, "***")
-    failure = StorageError(f"can't {action} {where}: {reason}")
+def storage_error(
+    action: str, where: str, error: BaseException, secrets: Iterable[str] = (), story: str = ""
+) -> StorageError:
+    """A StorageError for a backend's error, without the credentials that the backend's message may quote.
+
+    The backend's error is its cause if neither that nor what it came from shows any.
+    """
+    known = tuple(secrets)
+    text = str(error).partition("\n\nDebug source")[0]  # of obstore
+    failure = StorageError(redacted(f"can't {action} {where}: {story}{type(error).__name__}: {text}", known))
     failure.errno = getattr(error, "errno", None)
-    failure.__cause__ = None if leaked else error
+    failure.__cause__ = None if shows_secrets(error, known) else error
     failure.__suppress_context__ = True
     return failure

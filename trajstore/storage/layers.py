@@ -29,6 +29,14 @@ class StorageLayer(Storage):
         return type(self), (self.inner,)
 
     @property
+    def transport(self) -> str:  # type: ignore[override]
+        return self.inner.transport
+
+    @property
+    def transport_reason(self) -> str:  # type: ignore[override]
+        return self.inner.transport_reason
+
+    @property
     def source(self) -> Storage:
         return self.inner.source
 

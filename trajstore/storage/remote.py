@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import logging
+import math
 import os
-import re
 import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import weakref
+from collections.abc import Sequence
+from typing import Any
 
+import fsspec.asyn
 import fsspec.core
 
-from trajstore.errors import ConflictError, MissingExtraError, StorageError
-from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Storage, check_key, storage_error
+from trajstore.errors import MissingExtraError
+from trajstore.storage.interface import ABSENT, ANY, Place, Storage, check_key, storage_error
+from trajstore.storage.merged_ranges import merge
+from trajstore.storage.service import N_REQUESTS, RefusedConditionError, ServiceOptions, ServiceStorage
 
-T = TypeVar("T")
-_log = logging.getLogger(__name__)
-
-_N_THREADS = 32
-_N_CONNECTIONS = 256
-SETTLE_S = 2.0  # where the server ignores conditions: seconds until the last of several creators counts
-_ATTEMPTS = 5
-_SECRET_OPTION = re.compile(r"key|secret|token|pass|credential|connection|sas|auth", re.IGNORECASE)
+_LOOP_DELAY_S = 5.0  # what a busy event loop may add to a request's timeout
+_BYTES_PER_S = 1_000_000  # a put may take this much longer
 _PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -48,25 +44,35 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class FsspecStorage(Storage):
-    """An fsspec filesystem: memory, S3, GCS or Azure. One put is one atomic request."""
+class FsspecStorage(ServiceStorage):
+    """An fsspec filesystem: memory, S3, GCS or Azure. One put is one atomic request.
 
-    n_threads = _N_THREADS
+    Args:
+        url: Where the objects are.
+        options: Arguments of the filesystem for that URL.
+        service: How requests are made.
+        filesystem: The filesystem to use, instead of one made from ``options``.
+    """
 
-    def __init__(self, url: str, options: dict[str, Any]) -> None:
-        super().__init__()
-        self._url = url
-        self._options = options
+    n_threads = 32  # more only wait for the one event loop
+
+    def __init__(
+        self,
+        url: str,
+        options: dict[str, Any],
+        service: ServiceOptions | None = None,
+        filesystem: Any = None,
+    ) -> None:
+        super().__init__(url, options, service or ServiceOptions())
         self._fs_pid = 0
+        self._given = filesystem
         self._filesystem: Any = None
         self._path_root = ""
-        self.display = _without_credentials(url)
         self.is_remote = not url.startswith("memory:")
-        self._secrets = tuple(_secrets(url, options))
-        self._refuses_existing: bool | None = None  # whether the server heeds conditions on puts; None: not known
+        self.transport = _PACKAGES.get(url.partition(":")[0], "fsspec") if self.is_remote else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FsspecStorage, (self._url, self._options)
+        return FsspecStorage, (self._url, self._options, self._service, self._given)
 
     @property
     def _fs(self) -> Any:
@@ -79,73 +85,131 @@ class FsspecStorage(Storage):
 
     def _connect(self) -> tuple[Any, str]:
         try:
-            defaults: dict[str, Any] = {"use_listings_cache": False}
-            if self._url.startswith(("s3:", "s3a:")):  # the default allows ten requests at a time
-                defaults["config_kwargs"] = {"max_pool_connections": _N_CONNECTIONS}
-            filesystem, path = fsspec.core.url_to_fs(self._url, **(defaults | self._options))
+            if self._given is not None:
+                return self._given, fsspec.core.split_protocol(self._url)[1].rstrip("/")
+            filesystem, path = fsspec.core.url_to_fs(self._url, **(self._options | self._defaults()))
         except ImportError as error:
             package = _PACKAGES.get(self._url.partition(":")[0])
             hint = f"pip install {package}" if package else str(error)
             raise MissingExtraError(f"{self.display} needs a package that is not installed: {hint}") from error
         except ValueError as error:
             raise storage_error("open", self.display, error, self._secrets) from None
+        if self.is_remote:
+            _make_one_try(filesystem)
+            _leave_open_at_exit(filesystem)
         return filesystem, str(path).rstrip("/")
+
+    def _defaults(self) -> dict[str, Any]:
+        """Options of the client that make one try a request, notice hung connections, and share nothing."""
+        policy = self._service.retries
+        defaults: dict[str, Any] = {"use_listings_cache": False}
+        if not self.is_remote:
+            return defaults
+        defaults["skip_instance_cache"] = True  # its retries are changed, which another user would not expect
+        if self._url.startswith(("s3:", "s3a:")):
+            config = {
+                "max_pool_connections": N_REQUESTS,  # the default allows ten requests at a time
+                "retries": {"total_max_attempts": 1},
+                "connect_timeout": policy.request_s,
+                "read_timeout": policy.request_s,
+            }
+            defaults["config_kwargs"] = config | self._options.get("config_kwargs", {})
+        if self._url.startswith(("az:", "abfs")):
+            defaults |= {name: math.ceil(policy.request_s) for name in ("connection_timeout", "read_timeout")}
+        if self._url.startswith(("gs:", "gcs:")):
+            import aiohttp  # gcsfs needs it anyway
+
+            defaults["requests_timeout"] = aiohttp.ClientTimeout(
+                total=None, sock_connect=policy.request_s, sock_read=policy.request_s
+            )
+        return defaults
+
+    def renew(self) -> bool:
+        """Connect again, so that the client looks for credentials where it first found them."""
+        if self._given is not None:
+            return False
+        with self._lock:
+            self._fs_pid = 0
+        return True
 
     def _path(self, key: str) -> str:
         self._fs  # noqa: B018  (sets the root path)
         return f"{self._path_root}/{key}" if key else self._path_root
 
-    def get(self, key: str) -> bytes:
-        return bytes(
-            self._retried("read", key, lambda: self._fs.cat_file(self._path(key), **self._in_one_request()))
-        )
+    def _call(self, name: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the filesystem; one that is asynchronous is cancelled after the timeout."""
+        filesystem = self._fs
+        if not getattr(filesystem, "async_impl", False):
+            return getattr(filesystem, name)(*args, **kwargs)
+        function = getattr(filesystem, f"_{name}")
+        limit_s = timeout_s + _LOOP_DELAY_S
 
-    def get_range(self, key: str, start: int, stop: int) -> bytes:
-        if start == stop:
-            return b""
-        return bytes(self._retried("read", key, lambda: self._fs.cat_file(self._path(key), start=start, end=stop)))
+        async def call() -> Any:
+            return await asyncio.wait_for(function(*args, **kwargs), limit_s)
 
-    def size(self, key: str) -> int:
-        return int(self._retried("read", key, lambda: self._fs.info(self._path(key), refresh=True)["size"]))
+        return fsspec.asyn.sync(filesystem.loop, call)
 
-    def get_many(self, keys: Sequence[str]) -> list[bytes]:
-        return self.get_ranges([(key, 0, None) for key in keys])
+    def ask_bytes(self, key: str, start: int, stop: int | None, timeout_s: float) -> bytes:
+        if stop is not None:
+            limit_s = timeout_s + (stop - start) / _BYTES_PER_S
+            return bytes(self._call("cat_file", limit_s, self._path(key), start=start, end=stop))
+        # The client itself notices a connection without progress; a large object may take longer than that.
+        limit_s = max(timeout_s, self._service.retries.total_s)
+        return bytes(self._call("cat_file", limit_s, self._path(key), **self._in_one_request()))
 
     def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
-        if len(places) <= 1 or not getattr(self._fs, "async_impl", False):
+        if len(places) <= 1 or self._service.hedge_s is not None or not getattr(self._fs, "async_impl", False):
             return super().get_ranges(places)
-        paths = [self._path(key) for key, _, _ in places]
-        starts = [None if stop is None else start for _, start, stop in places]
-        stops = [stop for _, _, stop in places]
-        found = self._fs.cat_ranges(
-            paths, starts, stops, batch_size=_N_CONNECTIONS, on_error="return", **self._in_one_request()
-        )
-        # One wave for all; objects that failed are read again one by one, with retries and a proper error.
-        return [d if isinstance(d, bytes) else self._get_place(p) for p, d in zip(places, found, strict=True)]
+        requests, cut = merge(places)
+        paths = [self._path(key) for key, _, _ in requests]
+        starts = [None if stop is None else start for _, start, stop in requests]
+        stops = [stop for _, _, stop in requests]
+        limit_s = self._service.retries.request_s + self._service.retries.total_s
+        try:
+            found = self._call(
+                "cat_ranges",
+                limit_s,
+                paths,
+                starts,
+                stops,
+                batch_size=N_REQUESTS,
+                on_error="return",
+                **self._in_one_request(),
+            )
+        except Exception:  # of the client, for all of them
+            found = [None] * len(requests)
+        # One wave for all; objects that failed are read again, with retries and a proper error.
+        failed = [i for i, data in enumerate(found) if not isinstance(data, bytes)]
+        for i, data in zip(failed, self.map(self._get_place, [requests[i] for i in failed]), strict=True):
+            found[i] = data
+        return cut(found)
 
-    def list_names(self, prefix: str) -> list[str]:
-        def names() -> list[str]:
-            path = self._path(prefix)
-            try:
-                entries = self._fs.ls(path, detail=False, refresh=True)
-            except FileNotFoundError:
-                return []
-            found = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
-            return sorted(found - {path.rpartition("/")[2]} if str(path) in entries else found)
+    def ask_size(self, key: str, timeout_s: float) -> tuple[int, str]:
+        info = self._call("info", timeout_s, self._path(key), refresh=True)
+        has_version = self.compares_versions and "ETag" in info
+        return int(info["size"]), str(info["ETag"]) if has_version else ANY
 
-        return self._retried("list", prefix, names)
+    def ask_names(self, prefix: str, timeout_s: float) -> list[str]:
+        path = self._path(prefix)
+        try:
+            entries = self._call("ls", timeout_s, path, detail=False, refresh=True)
+        except FileNotFoundError:
+            return []
+        found = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
+        return sorted(found - {path.rpartition("/")[2]} if str(path) in entries else found)
 
-    def tree_sizes(self, prefix: str) -> dict[str, int]:
-        def sizes() -> dict[str, int]:
-            try:
-                entries = self._fs.find(self._path(prefix), detail=True, refresh=True)
-            except FileNotFoundError:
-                return {}
-            below, root = f"{self._path(prefix)}/", f"{self._path_root}/"
-            named = ((str(name), entry) for name, entry in entries.items())
-            return {n.removeprefix(root): int(e["size"]) for n, e in named if n.startswith(below) and n[-1] != "/"}
-
-        return self._retried("list", prefix, sizes)
+    def ask_tree(self, prefix: str, timeout_s: float) -> dict[str, int]:
+        # A tree may take many requests, one after another.
+        limit_s = max(timeout_s, self._service.retries.total_s)
+        try:
+            entries = self._call("find", limit_s, self._path(prefix), detail=True, refresh=True)
+        except FileNotFoundError:
+            return {}
+        if not isinstance(entries, dict):  # adlfs, of an object: nothing is below it
+            return {}
+        below, root = f"{self._path(prefix)}/", f"{self._path_root}/"
+        named = ((str(name), entry) for name, entry in entries.items())
+        return {n.removeprefix(root): int(e["size"]) for n, e in named if n.startswith(below) and n[-1] != "/"}
 
     def copy_many(self, keys: Sequence[tuple[str, str]], other: Storage, *, may_link: bool = False) -> None:
         if not isinstance(other, FsspecStorage) or not self._is_same_service(other):
@@ -154,7 +218,7 @@ class FsspecStorage(Storage):
         def copy(pair: tuple[str, str]) -> None:
             check_key(pair[1])
             paths = self._path(pair[0]), other._path(pair[1])
-            self._retried("copy", pair[0], lambda: self._fs.cp_file(*paths))
+            self.retried("copy", pair[0], lambda timeout_s: self._call("cp_file", timeout_s, *paths))
 
         self.map(copy, keys)
         return None
@@ -165,144 +229,41 @@ class FsspecStorage(Storage):
         is_same = type(mine) is type(theirs) and mine.storage_options == theirs.storage_options
         return is_same and not _COPIES_ITSELF.isdisjoint(self._protocols())
 
-    def delete(self, keys: Sequence[str]) -> None:
-        def remove(key: str) -> None:
+    def ask_delete(self, keys: Sequence[str], timeout_s: float) -> None:
+        for key in keys:
             with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(key))
+                self._call("rm_file", timeout_s, self._path(key))
 
-        self.map(lambda key: self._retried("delete", key, lambda: remove(key)), list(keys))
-
-    @property
-    def is_exclusive(self) -> bool:
-        return self._refuses_existing is not False
-
-    def put_once(self, key: str, data: bytes) -> bool:
-        if not self.is_remote or self._heeds_conditions():
-            return super().put_once(key, data)
-        return not self._exists(key) and super().put_once(key, data) and self._has_settled(key, data)
-
-    def _heeds_conditions(self) -> bool:
-        """Whether the server refuses to create an object that exists; found out once, with an object of its own."""
-        if self._refuses_existing is None:  # two threads may both find out
-            self._refuses_existing = self._refuses_to_create_twice(f"scratch/probe-{uuid.uuid4().hex}")
-        return self._refuses_existing
-
-    def _refuses_to_create_twice(self, key: str) -> bool:
-        self.put(key, b"{}", ABSENT)
+    def ask_put(self, key: str, data: bytes, expect: str, timeout_s: float) -> str:
+        path, kwargs = self._path(key), dict[str, Any]()
+        if expect not in (ANY, ABSENT):
+            kwargs["IfMatch"] = expect
+        if self.compares_versions:
+            kwargs["chunksize"] = max(50 << 20, len(data))  # one request for any size
+        limit_s = timeout_s + len(data) / _BYTES_PER_S
+        mode = "create" if expect == ABSENT else "overwrite"
         try:
-            self._pipe(self._path(key), b"[]", "create", {})
+            with contextlib.nullcontext() if getattr(self._fs, "async_impl", False) else _memory_lock:
+                answer = self._call("pipe_file", limit_s, path, data, mode=mode, **kwargs)
         except FileExistsError:
-            return True
+            raise
         except OSError as error:
             if not _is_refused_condition(error):
-                raise storage_error("write", f"{self.display}/{key}", error, self._secrets) from None
-            return True
-        finally:
-            self.delete([key])
-        _log.warning(
-            "%s: the server ignores conditions on puts; where several processes create the same store at once, the"
-            " content that stays after %s seconds decides",
-            self.display,
-            SETTLE_S,
-        )
-        return False
-
-    def _exists(self, key: str) -> bool:
-        try:
-            self.size(key)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def _has_settled(self, key: str, data: bytes) -> bool:
-        """Whether the object still holds these bytes after others that put it at the same time are done."""
-        time.sleep(SETTLE_S)
-        try:
-            return self.get(key) == data
-        except FileNotFoundError:
-            return False
-
-    def put(self, key: str, data: bytes | memoryview, expect: str = ANY) -> str:
-        """One request, repeated with the same bytes until the server answers."""
-        body = bytes(data)  # no copy of what is bytes already
-        return self._retried("write", key, lambda: self._put_once(key, body, expect))
-
-    def _put_once(self, key: str, data: bytes, expect: str) -> str:
-        path, kwargs = self._path(key), dict[str, Any]()
-        if expect not in (ANY, ABSENT, UNSEEN, OWN) and self._compares_versions():
-            kwargs["IfMatch"] = expect
-        try:
-            # A new chunk is created, never replaced: a duplicate request that arrives late can't undo a later put.
-            is_new = expect in (ABSENT, UNSEEN, OWN)
-            answer = self._pipe(path, data, "create" if is_new else "overwrite", kwargs)
-        except FileExistsError:
-            return self._resolve_lost_answer(key, data, FileExistsError(f"{self.display}/{key}"))
-        except OSError as error:
-            is_gone = "IfMatch" in kwargs and isinstance(error, FileNotFoundError)
-            if not is_gone and not _is_refused_condition(error):
                 raise
-            conflict: OSError = ConflictError(
-                f"{self.display}/{key} was written by another process; a stream has only one writer"
-            )
-            if expect == ABSENT:
-                conflict = FileExistsError(f"{self.display}/{key}")
-            return self._resolve_lost_answer(key, data, conflict)
+            raise RefusedConditionError(f"{self.display}/{key}") from None
         return str(answer["ETag"]) if isinstance(answer, dict) and "ETag" in answer else ANY
-
-    def _pipe(self, path: str, data: bytes, mode: str, kwargs: dict[str, Any]) -> Any:
-        if getattr(self._fs, "async_impl", False):
-            if self._compares_versions():
-                kwargs["chunksize"] = max(50 << 20, len(data))  # one request for any size
-            return self._fs.pipe_file(path, data, mode=mode, **kwargs)
-        with _memory_lock:
-            return self._fs.pipe_file(path, data, mode=mode)
-
-    def _resolve_lost_answer(self, key: str, data: bytes, conflict: OSError) -> str:
-        """The version after a refused put, if our own earlier try succeeded and only its answer was lost.
-
-        Otherwise another process wrote the object, and ``conflict`` is raised.
-        """
-        try:
-            is_ours = self.get(key) == data
-        except FileNotFoundError:
-            is_ours = False
-        if not is_ours:
-            raise conflict
-        if not self._compares_versions():
-            return ANY
-        info = self._fs.info(self._path(key), refresh=True)
-        return str(info["ETag"]) if "ETag" in info else ANY
 
     def _in_one_request(self) -> dict[str, int]:
         # Else s3fs asks for the size first and splits large objects, which may mix two versions.
-        return {"max_concurrency": 1} if self._compares_versions() else {}
+        return {"max_concurrency": 1} if self.compares_versions else {}
 
-    def _compares_versions(self) -> bool:
+    @property
+    def compares_versions(self) -> bool:
         return "s3" in self._protocols()
 
     def _protocols(self) -> tuple[str, ...]:
         protocol = self._fs.protocol
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
-
-    def _retried(self, action: str, key: str, call: Callable[[], T]) -> T:
-        """Call again after temporary faults; definite answers are raised at once."""
-        check_key(key)
-        for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return call()
-            except (FileExistsError, StorageError, MissingExtraError):
-                raise
-            except Exception as error:
-                if isinstance(error, FileNotFoundError) and action in ("read", "copy"):
-                    raise
-                failure = storage_error(action, f"{self.display}/{key}", error, self._secrets)
-                if attempt == _ATTEMPTS or isinstance(error, (PermissionError, FileNotFoundError)):
-                    break
-                _log.warning(
-                    "%s %s/%s failed, will be retried: %s", action, self.display, key, type(error).__name__
-                )
-            time.sleep(0.05 * 2**attempt)
-        raise failure  # outside the handler: the original error may quote credentials
 
 
 def _is_refused_condition(error: BaseException) -> bool:
@@ -319,17 +280,23 @@ def _is_refused_condition(error: BaseException) -> bool:
     return False
 
 
-def _without_credentials(url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])
+def _make_one_try(filesystem: Any) -> None:
+    """Switch off the retries of a client whose instance is ours; where that is impossible, timeouts bound them."""
+    if hasattr(type(filesystem), "retries") and "s3" in filesystem.protocol:
+        filesystem.retries = 1
+    pipeline = getattr(getattr(filesystem, "service_client", None), "_pipeline", None)
+    for policy in getattr(pipeline, "_impl_policies", ()):  # azure-core; its own pauses begin with 15 seconds
+        if hasattr(policy, "total_retries"):
+            policy.total_retries = 0
 
 
-def _secrets(url: str, options: Mapping[str, Any]) -> Iterator[str]:
-    if found := re.search(r"//([^/@]*)@", url):
-        yield from (part for part in found.group(1).split(":") if part)
-    if query := url.partition("?")[2]:
-        yield query
-    for name, value in options.items():
-        if isinstance(value, Mapping):
-            yield from _secrets("", value)
-        elif isinstance(value, str) and value and _SECRET_OPTION.search(str(name)):
-            yield value
+def _leave_open_at_exit(filesystem: Any) -> None:
+    """Have the system close the connections of a client whose instance is ours when the process ends.
+
+    Its own finalizers need an event loop. At exit that may have ended, which is printed as an error, and in a
+    forked child it does not exist, so the child would wait for ever.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        found = finalizer.peek()
+        if found is not None and found[0] is filesystem:
+            finalizer.atexit = False

@@ -23,7 +23,7 @@ from trajstore.format.zarr_json import (
     trajstore_attributes,
 )
 from trajstore.schema import Schema, as_schema, check_name, check_not_reserved, has_reserved
-from trajstore.storage import DiskCache, Storage, open_storage
+from trajstore.storage import DiskCache, Storage, client_options, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints
 from trajstore.store.schema_objects import read_schema, settle
 from trajstore.store.snapshot import Snapshot
@@ -178,7 +178,8 @@ class Store:
         """Open the store as a read-only `zarr.Group`, for tools that know only Zarr."""
         import zarr  # takes half a second, and only this method needs it
 
-        return zarr.open_group(self._url, mode="r", zarr_format=3, storage_options=self._storage_options or None)
+        options = client_options(self._storage_options) or None
+        return zarr.open_group(self._url, mode="r", zarr_format=3, storage_options=options)
 
     def _known_schema(self) -> Schema | None:
         return self._settled or read_schema(self._storage)

@@ -144,9 +144,16 @@ class StreamReader:
     ) -> None:
         low = index * layout.chunk_rows - start
         if low >= 0 and low + layout.chunk_rows <= len(out):
-            self._decode(path, layout, index, out[low : low + layout.chunk_rows])
+            with self._named(path, layout, index):
+                layout.decode(self._scanned_bytes(path, layout, index, recent), out[low : low + layout.chunk_rows])
         else:
             _copy_chunk(layout, index, self._load(path, layout, index, recent), out, start)
+
+    def _scanned_bytes(
+        self, path: str, layout: ArrayLayout, index: int, recent: RecentChunks
+    ) -> bytes | memoryview:
+        data = recent.take_encoded((self.record.folder, path, index))
+        return self._chunk_bytes(path, layout, index) if data is None else data
 
     def _read_sharded_rows(
         self, path: str, layout: ArrayLayout, start: int, stop: int, recent: RecentChunks
@@ -157,7 +164,7 @@ class StreamReader:
         if known is not None and end == first + 1:
             return known[start - first * layout.chunk_rows : stop - first * layout.chunk_rows].copy()
         parts = list(pieces(layout, first + (known is not None), end))
-        chunks = self._read_piece(path, layout, last := parts.pop())
+        chunks = self._scan_piece(path, layout, last := parts.pop(), recent)
         tail = self._decode_new(path, layout, end - 1, chunks.pop())  # before memory is allocated, as above
         recent.put((self.record.folder, path, end - 1), tail)
         out = np.empty((stop - start, *layout.row_shape), layout.dtype)
@@ -170,7 +177,7 @@ class StreamReader:
                 self._place_encoded(path, layout, last.start + i, chunks[i], out, start)
 
         def place_part(part: ShardPiece) -> None:
-            for index, data in enumerate(self._read_piece(path, layout, part), part.start):
+            for index, data in enumerate(self._scan_piece(path, layout, part, recent), part.start):
                 self._place_encoded(path, layout, index, data, out, start)
 
         self._storage.map(place_some, range(min(_DECODE_TASKS, len(chunks))))
@@ -186,6 +193,16 @@ class StreamReader:
             self.decode_chunk(path, index, data, out[low : low + layout.chunk_rows])
         else:
             _copy_chunk(layout, index, self._decode_new(path, layout, index, data), out, start)
+
+    def _scan_piece(
+        self, path: str, layout: ArrayLayout, piece: ShardPiece, recent: RecentChunks
+    ) -> list[memoryview]:
+        """The encoded chunks of a piece; only those that were not fetched ahead are read."""
+        folder = self.record.folder
+        found = {i: recent.take_encoded((folder, path, i)) for i in range(piece.start, piece.stop)}
+        for gap in piece.gaps([i for i, data in found.items() if data is None]):
+            found.update(zip(range(gap.start, gap.stop), self._read_piece(path, layout, gap), strict=True))
+        return [data for data in found.values() if data is not None]
 
     def _read_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
         """The encoded chunks of a piece."""
@@ -211,11 +228,32 @@ class StreamReader:
         assert mapped is not None  # every object can be mapped
         places = [self.find_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
         mapped.file.prefetch(min(places)[0], max(stop for _, stop in places))
-        return [mapped.file.view(*place) for place in places]
+        return [self.mapped_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
 
     def _decode_new(self, path: str, layout: ArrayLayout, index: int, data: memoryview) -> Array:
         with self._named(path, layout, index):
             return layout.decode_new(data)
+
+    def n_final_chunks(self, path: str) -> int:
+        """Chunks of an array that no later commit changes; 0 if the stream lacks the field."""
+        layout = self.record.layouts.get(path)
+        if layout is None:
+            return 0
+        n = self.record.length(path)
+        return -(-n // layout.chunk_rows) if self.record.is_sealed else n // layout.chunk_rows
+
+    def read_chunks(self, path: str, piece: ShardPiece) -> list[memoryview]:
+        """Read neighbouring chunks, still encoded: of one shard, or objects of their own.
+
+        Raises:
+            StorageError: Reading failed.
+            CorruptionError: A chunk is missing, or the index of the shard is damaged.
+        """
+        layout = self.record.layouts[path]
+        if layout.shard_rows is not None:
+            return self._read_piece(path, layout, piece)
+        keys = [self._key(path, layout, i) for i in range(piece.start, piece.stop)]
+        return [memoryview(data) for data in self._storage.get_many(keys)]
 
     def chunk(self, path: str, index: int, buffer: bytearray) -> memoryview:
         """Read one chunk, still encoded. The result is valid until ``buffer`` is used again."""
@@ -310,6 +348,14 @@ class StreamReader:
             layout.check_place(start, size, mapped.file.size)
         return start, start + size
 
+    def mapped_chunk(self, path: str, index: int, mapped: MappedObject) -> memoryview:
+        """A chunk of a mapped object, still encoded, for `decode_chunk`.
+
+        A compressed one is copied: another program may write to the file after its sizes were checked.
+        """
+        data = mapped.file.view(*self.find_chunk(path, index, mapped))
+        return data if self.record.layouts[path].is_raw else memoryview(bytes(data))
+
     def check_chunk(self, path: str, index: int, data: memoryview) -> None:
         """Check the checksum of a chunk that was mapped.
 
@@ -341,13 +387,9 @@ class StreamReader:
         if (known := recent.get(key)) is not None:
             return known
         with self._named(path, layout, index):
-            chunk = layout.decode_new(self._chunk_bytes(path, layout, index))
+            chunk = layout.decode_new(self._scanned_bytes(path, layout, index, recent))
         recent.put(key, chunk)
         return chunk
-
-    def _decode(self, path: str, layout: ArrayLayout, index: int, out: Array) -> None:
-        with self._named(path, layout, index):
-            layout.decode(self._chunk_bytes(path, layout, index), out)
 
     @contextlib.contextmanager
     def _named(self, path: str, layout: ArrayLayout, index: int) -> Iterator[None]:

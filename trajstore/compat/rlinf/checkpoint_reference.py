@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import CheckpointNotFoundError, FormatError, StoreNotFoundError
+from trajstore.credentials import credential_in, without_credentials
+from trajstore.errors import CheckpointNotFoundError, DataError, FormatError, StoreNotFoundError
 from trajstore.format.json_values import parse_count, parse_id
 from trajstore.storage import open_storage
 from trajstore.storage.atomic_files import replace_text
@@ -65,7 +66,16 @@ class CheckpointReference:
             raise FormatError(f"{text}/{FILE}: not a reference to a checkpoint: {error!s:.200}") from error
 
     def write(self, storage_options: Mapping[str, Any] | None) -> None:
-        """Write the file, atomically; creates the directory if necessary."""
+        """Write the file, atomically; creates the directory if necessary.
+
+        Raises:
+            DataError: The URL of a store holds a credential, which would be stored.
+        """
+        if (found := credential_in(" ".join(self.places))) is not None:
+            raise DataError(
+                f"{without_credentials(self.path)}: the URL of the store holds {found}, which would be stored; pass"
+                " credentials in storage_options"
+            )
         content = {
             "format": _FORMAT,
             "version": 1,

@@ -1,0 +1,92 @@
+"""How many requests, in how many waves: opening, refreshing, committing and a cold batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+import trajstore
+from tests.conftest import Place
+from tests.support.proxy import Proxy, Request
+from trajstore import Field, Reader, Schema, Windows
+
+pytestmark = pytest.mark.s3
+
+SCHEMA = Schema({"obs": Field("float32", (4,), chunk_rows=20), "action": Field("int64", chunk_rows=20)})
+N_CHUNKS = 10  # of each field
+
+
+@pytest.fixture
+def proxy(s3_endpoint: str) -> Iterator[Proxy]:
+    proxy = Proxy(s3_endpoint)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture(params=["obstore", "fsspec"])
+def place(request: pytest.FixtureRequest, proxy: Proxy, new_place: Callable[[str], Place]) -> Place:
+    place = new_place("s3")
+    options = {**place.options, "client_kwargs": {"endpoint_url": proxy.endpoint}, "transport": request.param}
+    return Place(place.url, options)
+
+
+def write(store: trajstore.Store, name: str, n: int = 20 * N_CHUNKS) -> None:
+    with store.writer(name, commit_seconds=None) as writer:
+        writer.append_episode({"obs": np.ones((n, 4), np.float32), "action": np.arange(n)}, terminated=True)
+
+
+def is_chunk_read(request: Request) -> bool:
+    return request.kind == "GET" and "/steps/" in request.key and not request.key.endswith("zarr.json")
+
+
+def is_record_read(request: Request) -> bool:
+    return request.kind == "GET" and "/streams/" in request.key and request.key.endswith("zarr.json")
+
+
+def test_a_cold_batch_is_one_wave(proxy: Proxy, place: Place) -> None:
+    store = trajstore.create(place.url, SCHEMA, **place.kwargs)
+    write(store, "w")
+    store.refresh()
+    readers = [Reader(store), Reader(store)]
+    proxy.forget()
+    readers[0].sample(256, Windows(4))
+    n = sum(is_chunk_read(request) for request in proxy.requests)
+    assert n == 2 * N_CHUNKS
+    proxy.forget()
+    proxy.gather(n, is_chunk_read)  # answered only once all of them are under way
+    batch = readers[1].sample(256, Windows(4))
+    assert len(batch["obs"]) == 256
+    assert sum(is_chunk_read(request) for request in proxy.requests) == n
+
+
+def test_opening_asks_for_all_records_at_once_after_the_same_few_requests(proxy: Proxy, place: Place) -> None:
+    store = trajstore.create(place.url, SCHEMA, **place.kwargs)
+    before = set[str]()
+    for n in (1, 4):
+        for i in range(len(trajstore.open(place.url, **place.kwargs).streams), n):
+            write(store, f"w{i}", 20)
+        proxy.forget()
+        proxy.gather(n, is_record_read)
+        trajstore.open(place.url, **place.kwargs)
+        proxy.gather(1, lambda request: False)
+        others = [request.kind for request in proxy.requests if not is_record_read(request)]
+        assert len(proxy.requests) - len(others) == n
+        assert others.count("LIST") == 1
+        # The root, the schema (and that there is no second one), the list: three round trips, then the records.
+        assert others.count("GET") == 3
+        before.add(",".join(sorted(others)))
+    assert len(before) == 1
+
+
+def test_a_refresh_is_a_listing_and_the_records_of_streams_that_go_on(proxy: Proxy, place: Place) -> None:
+    store = trajstore.create(place.url, SCHEMA, **place.kwargs)
+    write(store, "sealed")
+    with store.writer("open", commit_seconds=None) as writer:
+        writer.append_episode({"obs": np.ones((9, 4), np.float32), "action": np.arange(9)}, terminated=True)
+        writer.commit()
+        store.refresh()
+        proxy.forget()
+        store.refresh()
+        assert proxy.count() == {"LIST": 1, "GET": 1}

@@ -1,0 +1,1 @@
+"""Object stores that run on loopback for a session of tests: one module a server."""

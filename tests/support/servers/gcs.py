@@ -1,0 +1,27 @@
+"""GCS by gcp-storage-emulator, with the conditions that the emulator lacks (`gcs_process`)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from tests.support.servers.process import NotInstalledError, Server, free_ports, new_bucket_name, running
+
+
+def options_at(endpoint: str) -> dict[str, Any]:
+    return {"token": "anon", "endpoint_url": endpoint, "project": "test-project"}
+
+
+@contextlib.contextmanager
+def start() -> Iterator[Server]:
+    if find_spec("gcp_storage_emulator") is None or find_spec("gcsfs") is None:
+        raise NotInstalledError("'pip install gcsfs gcp-storage-emulator' installs it")
+    (port,) = free_ports(1)
+    endpoint, bucket = f"http://127.0.0.1:{port}", new_bucket_name()
+    command = [sys.executable, "-P", str(Path(__file__).with_name("gcs_process.py")), str(port), bucket]
+    with running(command, endpoint):
+        yield Server(endpoint, bucket, "gs", options_at)

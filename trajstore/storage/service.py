@@ -1,0 +1,313 @@
+"""What storages at a service share: retries, conditions on puts, lost answers, merged ranges, hedged reads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from trajstore.background_pool import BackgroundPool
+from trajstore.credentials import secrets_of, without_credentials
+from trajstore.errors import ConflictError, MissingExtraError, StorageError
+from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Storage, check_key, storage_error
+from trajstore.storage.merged_ranges import merge
+from trajstore.storage.retry import Fault, GaveUp, Retries, RetryPolicy, fault_of
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+N_REQUESTS = 256  # under way at a time: a batch is one wave
+SETTLE_S = 2.0  # where the server ignores conditions: seconds until the last of several creators counts
+
+
+class RefusedConditionError(OSError):
+    """The object is not as the put expected."""
+
+
+@dataclass(frozen=True)
+class ServiceOptions:
+    """How requests are made, whatever makes them.
+
+    Attributes:
+        retries: How long failing requests are repeated.
+        hedge_s: Ask again for bytes that have not come after this many seconds, and take the answer that comes
+            first. None: never.
+    """
+
+    retries: RetryPolicy = field(default_factory=RetryPolicy)
+    hedge_s: float | None = None
+
+
+class ServiceStorage(Storage):
+    """Base class of storages at a service. A subclass makes single requests; this class makes them reliable.
+
+    The methods of a subclass that begin with ``ask_`` make one request each, which ends after ``timeout_s`` without
+    progress. They raise `FileNotFoundError`, `FileExistsError` and `RefusedConditionError`, and whatever else the
+    client raises.
+    """
+
+    n_threads = N_REQUESTS
+
+    def __init__(self, url: str, options: dict[str, Any], service: ServiceOptions) -> None:
+        super().__init__()
+        self._url = url
+        self._options = options
+        self._service = service
+        self.display = without_credentials(url)
+        self._secrets = tuple(secrets_of(url, options))
+        self._retries = Retries(service.retries)
+        self._refuses_existing: bool | None = None  # whether the server heeds conditions on puts; None: not known
+        self._hedges: BackgroundPool | None = None
+        self._hedges_pid = 0
+
+    def add_secrets(self, secrets: Iterable[str]) -> None:
+        """Further texts that are never shown."""
+        self._secrets += tuple(secrets)
+
+    # ---- single requests, made by subclasses -------------------------------------------------------
+
+    def ask_bytes(self, key: str, start: int, stop: int | None, timeout_s: float) -> bytes:
+        """Bytes ``[start, stop)`` of an object, or all of them."""
+        raise NotImplementedError
+
+    def ask_size(self, key: str, timeout_s: float) -> tuple[int, str]:
+        """The size and the version of an object; `ANY` if versions can't be compared."""
+        raise NotImplementedError
+
+    def ask_put(self, key: str, data: bytes, expect: str, timeout_s: float) -> str:
+        """Put an object whole, if it is `ANY`, `ABSENT` or, where that can be compared, of a version.
+
+        Returns its version.
+        """
+        raise NotImplementedError
+
+    def ask_names(self, prefix: str, timeout_s: float) -> list[str]:
+        """Names directly below a prefix."""
+        raise NotImplementedError
+
+    def ask_tree(self, prefix: str, timeout_s: float) -> dict[str, int]:
+        """Sizes of all objects below a prefix by key."""
+        raise NotImplementedError
+
+    def ask_delete(self, keys: Sequence[str], timeout_s: float) -> None:
+        """Delete objects; those that do not exist are ignored."""
+        raise NotImplementedError
+
+    @property
+    def compares_versions(self) -> bool:
+        """Whether a put can expect a version."""
+        return False
+
+    @property
+    def deletes_at_once(self) -> int:
+        """How many objects one request deletes."""
+        return 1
+
+    def renew(self) -> bool:
+        """Get new credentials; returns whether that may help."""
+        return False
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def get(self, key: str) -> bytes:
+        return self._read(key, 0, None)
+
+    def get_range(self, key: str, start: int, stop: int) -> bytes:
+        check_key(key)
+        return b"" if start == stop else self._read(key, start, stop)
+
+    def _read(self, key: str, start: int, stop: int | None) -> bytes:
+        if self._service.hedge_s is None:
+            return self.retried("read", key, lambda timeout_s: self.ask_bytes(key, start, stop, timeout_s))
+        return self.retried("read", key, lambda timeout_s: self._read_hedged(key, start, stop, timeout_s))
+
+    def _read_hedged(self, key: str, start: int, stop: int | None, timeout_s: float) -> bytes:
+        pool = self._hedge_threads()
+        first: Future[bytes] = pool.submit(self.ask_bytes, key, start, stop, timeout_s)
+        if wait([first], self._service.hedge_s).done:
+            return first.result()
+        second: Future[bytes] = pool.submit(self.ask_bytes, key, start, stop, timeout_s)
+        for _ in range(2):
+            done, late = wait([first, second], return_when=FIRST_COMPLETED)
+            answer = done.pop()
+            if answer.exception() is None or not late:
+                break
+            wait(late)
+            answer = late.pop()
+        return answer.result()
+
+    def _hedge_threads(self) -> BackgroundPool:
+        with self._lock:
+            if self._hedges is None or self._hedges_pid != os.getpid():
+                self._hedges, self._hedges_pid = BackgroundPool(2 * N_REQUESTS, "trajstore-hedge"), os.getpid()
+            return self._hedges
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes]:
+        return self.map(self.get, keys)
+
+    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+        if len(places) <= 1:
+            return super().get_ranges(places)
+        merged, cut = merge(places)
+        return cut(self.map(self._get_place, merged))
+
+    def size(self, key: str) -> int:
+        return self.retried("read", key, lambda timeout_s: self.ask_size(key, timeout_s)[0])
+
+    def list_names(self, prefix: str) -> list[str]:
+        return self.retried("list", prefix, lambda timeout_s: self.ask_names(prefix, timeout_s))
+
+    def tree_sizes(self, prefix: str) -> dict[str, int]:
+        return self.retried("list", prefix, lambda timeout_s: self.ask_tree(prefix, timeout_s))
+
+    # ---- writing -----------------------------------------------------------------------------------
+
+    def put(self, key: str, data: bytes | memoryview, expect: str = ANY) -> str:
+        """One request, repeated with the same bytes until the server answers."""
+        body = bytes(data)  # no copy of what is bytes already
+        return self.retried("write", key, lambda timeout_s: self._put_once(key, body, expect, timeout_s))
+
+    def _put_once(self, key: str, data: bytes, expect: str, timeout_s: float) -> str:
+        # A new chunk is created, never replaced: a duplicate request that arrives late can't undo a later put.
+        condition = ABSENT if expect in (ABSENT, UNSEEN, OWN) else expect
+        if condition != ABSENT and not self.compares_versions:
+            condition = ANY
+        try:
+            return self.ask_put(key, data, condition, timeout_s)
+        except FileExistsError:
+            return self._resolve_lost_answer(key, data, FileExistsError(f"{self.display}/{key}"), timeout_s)
+        except (RefusedConditionError, FileNotFoundError) as error:
+            if condition in (ANY, ABSENT) and isinstance(error, FileNotFoundError):
+                raise  # no bucket
+            conflict: OSError = ConflictError(
+                f"{self.display}/{key} was written by another process; a stream has only one writer"
+            )
+            if expect == ABSENT:
+                conflict = FileExistsError(f"{self.display}/{key}")
+            return self._resolve_lost_answer(key, data, conflict, timeout_s, condition)
+
+    def _resolve_lost_answer(
+        self, key: str, data: bytes, conflict: OSError, timeout_s: float, expected: str = ABSENT
+    ) -> str:
+        """The version after a refused put, if our own earlier try succeeded and only its answer was lost.
+
+        Otherwise another process wrote the object, and ``conflict`` is raised. If the object is as the put
+        expected, the service met another request under way, and the put is asked again.
+        """
+        try:
+            is_ours = self.get(key) == data
+            version = self.ask_size(key, timeout_s)[1] if self.compares_versions else ANY
+        except FileNotFoundError:
+            if expected == ABSENT:
+                raise InterruptedError(
+                    f"{self.display}/{key}: refused as existing, but it does not exist"
+                ) from None
+            raise conflict from None
+        if is_ours:
+            return version
+        if version == expected:
+            raise InterruptedError(f"{self.display}/{key}: refused as changed, but it did not change") from None
+        raise conflict
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            check_key(key)
+        n = self.deletes_at_once
+        waves = [keys[i : i + n] for i in range(0, len(keys), n)]
+        self.map(lambda wave: self.retried("delete", wave[0], lambda t: self.ask_delete(wave, t)), waves)
+
+    @property
+    def is_exclusive(self) -> bool:
+        return self._refuses_existing is not False
+
+    def put_once(self, key: str, data: bytes) -> bool:
+        if not self.is_remote or self._heeds_conditions():
+            return super().put_once(key, data)
+        return not self._exists(key) and super().put_once(key, data) and self._has_settled(key, data)
+
+    def _heeds_conditions(self) -> bool:
+        """Whether the server refuses to create an object that exists; found out once, with an object of its own."""
+        if self._refuses_existing is None:  # two threads may both find out
+            self._refuses_existing = self._refuses_to_create_twice(f"scratch/probe-{uuid.uuid4().hex}")
+        return self._refuses_existing
+
+    def _refuses_to_create_twice(self, key: str) -> bool:
+        self.put(key, b"{}", ABSENT)
+        try:
+            return self.retried("write", key, lambda timeout_s: self._refuses_another(key, timeout_s))
+        finally:
+            self.delete([key])
+
+    def _refuses_another(self, key: str, timeout_s: float) -> bool:
+        try:
+            self.ask_put(key, b"[]", ABSENT, timeout_s)
+        except (FileExistsError, RefusedConditionError):
+            return True
+        _log.warning(
+            "%s: the server ignores conditions on puts; where several processes create the same store at once, the"
+            " content that stays after %s seconds decides",
+            self.display,
+            SETTLE_S,
+        )
+        return False
+
+    def _exists(self, key: str) -> bool:
+        try:
+            self.size(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _has_settled(self, key: str, data: bytes) -> bool:
+        """Whether the object still holds these bytes after others that put it at the same time are done."""
+        time.sleep(SETTLE_S)
+        try:
+            return self.get(key) == data
+        except FileNotFoundError:
+            return False
+
+    # ---- retries -----------------------------------------------------------------------------------
+
+    def retried(self, action: str, key: str, request: Callable[[float], T]) -> T:
+        """Make a request within the retry policy; failures become errors of this library.
+
+        Args:
+            action: What it does, in a word.
+            key: Which object, or prefix.
+            request: Called with a timeout in seconds.
+        """
+        check_key(key)
+        story = ""
+        try:
+            return self._retries.call(
+                request, _fault_of, self.renew, lambda error: self._log_retry(action, key, error)
+            )
+        except (FileExistsError, StorageError, MissingExtraError):
+            raise
+        except GaveUp as given_up:
+            error, story = given_up.error, f"{given_up.story}: "
+        except Exception as caught:
+            if isinstance(caught, FileNotFoundError) and action in ("read", "copy"):
+                raise FileNotFoundError(f"{self.display}/{key}") from None
+            error, story = caught, self._advice(caught)
+        # Outside the handlers: the original error may quote credentials, also as the context of ours.
+        raise storage_error(action, f"{self.display}/{key}", error, self._secrets, story)
+
+    def _advice(self, error: Exception) -> str:
+        if _fault_of(error) is Fault.EXPIRED:
+            return "the credentials have expired or are not accepted; pass new ones in storage_options: "
+        return ""
+
+    def _log_retry(self, action: str, key: str, error: Exception) -> None:
+        _log.warning("%s %s/%s failed, will be retried: %s", action, self.display, key, type(error).__name__)
+
+
+def _fault_of(error: Exception) -> Fault:
+    if isinstance(error, (StorageError, MissingExtraError)):
+        return Fault.FINAL
+    return fault_of(error)
