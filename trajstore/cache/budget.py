@@ -18,7 +18,7 @@ def share_budget(columns: Iterable[ColumnPages], budget: int) -> None:
     """
     by_size = sorted(columns, key=attrgetter("nbytes_of_all_pages"))
     needs_none = [c.can_map_all and not c.may_need_slots for c in by_size]
-    least = [c.table.n_live_pages if no else c.table.min_slots for c, no in zip(by_size, needs_none, strict=True)]
+    least = [c.table.n_live_pages if no else c.min_slots for c, no in zip(by_size, needs_none, strict=True)]
     slots = _plan(by_size, budget, [column.n_slot_pages for column in by_size], least)
     left = budget - sum(n * column.page_bytes for n, column in zip(slots, by_size, strict=True))
     chosen = [i for i, c in enumerate(by_size) if slots[i] < c.table.n_pages and c.can_keep_decoded]
@@ -40,7 +40,7 @@ def slots_without_maps(columns: Iterable[ColumnPages], budget: int) -> dict[str,
     """
     by_size = sorted(columns, key=attrgetter("nbytes_of_all_pages"))
     pages = [column.table.n_pages for column in by_size]
-    slots = _plan(by_size, budget, pages, [column.table.min_slots for column in by_size])
+    slots = _plan(by_size, budget, pages, [column.min_slots for column in by_size])
     return {column.path: n for n, column in zip(slots, by_size, strict=True)}
 
 

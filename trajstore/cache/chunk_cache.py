@@ -180,7 +180,7 @@ class ChunkCache:
             for path, column in self._columns.items():
                 if chunk_rows := old.chunk_rows(f"steps/{path}"):
                     number = old.object_number(f"steps/{path}", old.record.rows // chunk_rows)
-                    first = old.first_row(f"steps/{path}", number) if is_same else 0
+                    first = number * old.record.layouts[f"steps/{path}"].object_rows if is_same else 0
                     column.forget_mapped(source, first, old.record.rows)
                     self._maps.drop(old.record.folder, path, number)
             if not is_same:
@@ -421,7 +421,7 @@ class ChunkCache:
         oversized = {
             column.path
             for column, distinct in needed
-            if len(distinct) - column.table.count_pinned(distinct) > column.table.n_unpinned
+            if len(distinct) - column.table.count_pinned(distinct) > column.n_unpinned
         }
         self._loader.touch_and_load(
             [(column, distinct) for column, distinct in needed if column.path not in oversized]
@@ -451,8 +451,9 @@ class ChunkCache:
         sources = {reader.record.folder: i for i, reader in enumerate(self._loader.readers) if reader is not None}
         for folder, path, number in self._maps.drop_gone():
             if (source := sources.get(folder)) is not None and (reader := self._loader.readers[source]) is not None:
-                first, stop = (reader.first_row(f"steps/{path}", n) for n in (number, number + 1))
-                self._columns[path].forget_mapped(source, first, min(stop, reader.record.rows))
+                n_rows = reader.record.layouts[f"steps/{path}"].object_rows
+                stop = min((number + 1) * n_rows, reader.record.rows)
+                self._columns[path].forget_mapped(source, number * n_rows, stop)
 
     def _limit_maps(self) -> None:
         """Unmap all files if there are too many; called before a batch maps what it needs."""

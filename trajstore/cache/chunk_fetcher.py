@@ -190,7 +190,7 @@ class ChunkFetcher:
         mapped = self._maps.get(reader, path, number)  # also keeps it mapped during this call
         assert mapped is not None  # this is not called for copies of objects
         try:
-            data = reader.mapped_chunk(array, number, mapped)
+            data = mapped.chunk(*reader.find_chunk(array, number, mapped), is_raw=reader.can_map(array))
             reader.decode_chunk(array, number, data, out)
         except ChunkError:  # the file may be replaced by a good one
             self._maps.drop(reader.record.folder, path, reader.object_number(array, number))

@@ -9,7 +9,7 @@ import torch
 
 from trajstore.cache.arena import Arena
 from trajstore.cache.cache_version import CacheVersion
-from trajstore.cache.page_table import PageTable
+from trajstore.cache.page_table import MIN_STORED_SLOTS, PageTable
 from trajstore.schema import Array, Field
 
 
@@ -60,7 +60,7 @@ class ColumnPages:
     @property
     def can_map_all(self) -> bool:
         """Whether every stored page can be mapped, if `may_need_slots` not at all times."""
-        return self.table.can_map_some and self.table.n_slot_pages == self.table.n_live_pages
+        return bool(self.table.can_map.any()) and self.table.n_slot_pages == self.table.n_live_pages
 
     @property
     def can_keep_decoded(self) -> bool:
@@ -70,7 +70,17 @@ class ColumnPages:
     @property
     def fills_slots(self) -> bool:
         """Whether pages that can be mapped are decoded into empty slots as long as there are any; see `budget`."""
-        return self.can_keep_decoded and self.table.n_slots > self.table.min_slots
+        return self.can_keep_decoded and self.table.n_slots > self.min_slots
+
+    @property
+    def min_slots(self) -> int:
+        """Slots that the column needs to be read at all, if no page can be mapped."""
+        return min(self.table.n_pages, self.table.n_live_pages + MIN_STORED_SLOTS)
+
+    @property
+    def n_unpinned(self) -> int:
+        """Slots that a batch may use."""
+        return self.table.n_slots - self.table.n_pinned
 
     @property
     def n_slot_pages(self) -> int:

@@ -133,7 +133,7 @@ class PageMapper:
 
     def find_damage(self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array) -> None:
         """Read the chunks of mapped pages again, one of which could not be decoded; see `map_pages`."""
-        mapped = pages[column.table.are_mapped(pages)]
+        mapped = pages[(column.table.slots(pages) < 0) & ~column.table.are_absent(pages)]
         column.table.forget_mapped(np.arange(column.table.n_pages))
         chunks, _, _ = self._find(column, readers, mapped)
         path = f"steps/{column.path}"

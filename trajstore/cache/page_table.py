@@ -51,6 +51,7 @@ class PageTable:
         bytes_of_page: By page: if it is a chunk that has to be decoded, its size as it was when it was checked,
             without its checksum; otherwise undefined.
         first_virtual_row: By source: the virtual row of its row 0.
+        can_map: By source: whether its pages can be mapped.
         layout_version: Rises when `first_virtual_row` changes.
     """
 
@@ -77,7 +78,7 @@ class PageTable:
         self._kernels = kernels
         self._last_tick = np.zeros(0, np.int64)  # by page: the tick at which `distinct_pages` last found it
         self._capacity: list[int] = []  # by source: pages in its range
-        self._can_map = np.zeros(0, bool)  # by source: whether its pages can be mapped
+        self.can_map = np.zeros(0, bool)
         self._n_rows: list[int] = []  # by source: rows known
         self._first_used: list[int] = []  # by source: the first page that was not evicted
         self._n_used = 0  # pages that hold rows that can be asked for
@@ -91,11 +92,6 @@ class PageTable:
     @property
     def n_slots(self) -> int:
         return len(self._slot_page)
-
-    @property
-    def n_unpinned(self) -> int:
-        """Slots that a batch may use."""
-        return self.n_slots - self.n_pinned
 
     @property
     def n_empty(self) -> int:
@@ -123,23 +119,14 @@ class PageTable:
         return self.n_slots >= self.n_pages
 
     @property
-    def can_map_some(self) -> bool:
-        return bool(self._can_map.any())
-
-    @property
     def maps_pages(self) -> bool:
         """Whether pages that can be mapped are mapped: not all pages have a slot."""
-        return self.can_map_some and not self.has_slot_for_every_page
+        return bool(self.can_map.any()) and not self.has_slot_for_every_page
 
     @property
     def n_slot_pages(self) -> int:
         """Pages that need a slot: they can't be mapped."""
-        return sum(n for n, can_map in zip(self._capacity, self._can_map.tolist(), strict=True) if not can_map)
-
-    @property
-    def min_slots(self) -> int:
-        """Slots that the column needs to be read at all, if no page can be mapped."""
-        return min(self.n_pages, self.n_live_pages + MIN_STORED_SLOTS)
+        return sum(n for n, can_map in zip(self._capacity, self.can_map.tolist(), strict=True) if not can_map)
 
     # ---- sources and their rows
 
@@ -159,7 +146,7 @@ class PageTable:
                 `ColumnPages.move_live_rows` adds the rows that it lacks.
             can_map: By source: whether its pages can be mapped; False for sources without an entry.
         """
-        self._can_map = np.array([*can_map, *[False] * (len(n_rows) - len(can_map))], bool)
+        self.can_map = np.array([*can_map, *[False] * (len(n_rows) - len(can_map))], bool)
         for source, n in enumerate(n_rows):
             self._make_room(source, self._count_pages(n))
             self._forget_changed(source, n, is_written=source == written)
@@ -210,7 +197,8 @@ class PageTable:
         self._version.advance()
         self._capacity.append(n_pages)
         self._n_rows.append(0)
-        self._append_absent(n_pages)
+        self.bytes_of_page.rewrite(self.n_pages, np.zeros(n_pages, np.int64))
+        self.slot_of_page.rewrite(self.n_pages, np.full(n_pages, _ABSENT))
 
     def _enlarge(self, source: int, n_pages: int) -> None:
         """Give a source room for more pages: in place if its range is the last, else in a new range at the end."""
@@ -218,14 +206,11 @@ class PageTable:
         first, old = self.first_page(source), self._capacity[source]
         room = max(n_pages, 2 * old)
         if first + old == self.n_pages:
-            self._append_absent(room - old)
+            self.bytes_of_page.rewrite(self.n_pages, np.zeros(room - old, np.int64))
+            self.slot_of_page.rewrite(self.n_pages, np.full(room - old, _ABSENT))
         else:
             self._move_to_end(source, first, old, room)
         self._capacity[source] = room
-
-    def _append_absent(self, n_pages: int) -> None:
-        self.bytes_of_page.rewrite(self.n_pages, np.zeros(n_pages, np.int64))
-        self.slot_of_page.rewrite(self.n_pages, np.full(n_pages, _ABSENT))
 
     def _move_to_end(self, source: int, first: int, old: int, room: int) -> None:
         slots = self.slot_of_page.host[first : first + old].copy()
@@ -340,15 +325,10 @@ class PageTable:
         absent: Array = self.slot_of_page.host[pages] == _ABSENT
         return absent
 
-    def are_mapped(self, pages: Array) -> Array:
-        """Return which of the pages lie in mapped files, as a mask."""
-        mapped: Array = self.slot_of_page.host[pages] < _ABSENT
-        return mapped
-
     def mappable(self, pages: Array) -> Array:
         """Return which of the pages can be mapped, as a mask."""
         source, _ = self.locate(pages)
-        can_map: Array = self._can_map[source]
+        can_map: Array = self.can_map[source]
         return can_map
 
     def absent_pages(self, n_most: int) -> Array:

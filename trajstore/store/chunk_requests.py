@@ -8,6 +8,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import expand_counts
 from trajstore.schema import Array
 from trajstore.store.read_ahead import ReadAhead
@@ -46,7 +47,7 @@ def request_chunks(
     for path in paths:
         for source in sources:
             reader = readers[source]
-            if reader is not None and (n := reader.n_final_chunks(path)):
+            if reader is not None and (n := _n_final_chunks(reader.record, path)):
                 layout = reader.record.layouts[path]
                 numbers, ranks = _chunks(layout.chunk_rows, ranges, source, n)
                 needed = numbers if absent is None else absent(path, source, numbers)
@@ -67,3 +68,12 @@ def _chunks(chunk_rows: int, ranges: Array, source: int, n_chunks: int) -> tuple
     chunks, at = np.unique(first[owner] + number, return_index=True)
     is_final = chunks < n_chunks
     return chunks[is_final], mine[owner[at]][is_final]
+
+
+def _n_final_chunks(record: CommitRecord, path: str) -> int:
+    """Chunks of an array that no later commit changes; 0 if the stream lacks the field."""
+    layout = record.layouts.get(path)
+    if layout is None:
+        return 0
+    n = record.length(path)
+    return -(-n // layout.chunk_rows) if record.is_sealed else n // layout.chunk_rows

@@ -18,6 +18,7 @@ from trajstore.format.zstd_library import zstd_library
 from trajstore.schema import Array, Schema, stored_fill
 from trajstore.storage import FileMap, Place, Storage
 from trajstore.store.recent_chunks import RecentChunks
+from trajstore.store.shard_indexes import ShardIndexes
 from trajstore.store.shard_pieces import ImpossibleChunkError, ShardPiece, pieces
 
 _WAVE_CHUNKS = 64  # read at a time
@@ -44,6 +45,14 @@ class MappedObject:
     file: FileMap
     index: Array
 
+    def chunk(self, start: int, stop: int, *, is_raw: bool) -> memoryview:
+        """A chunk, still encoded, for `StreamReader.decode_chunk`.
+
+        A compressed one is copied: another program may write to the file after its sizes were checked.
+        """
+        data = self.file.view(start, stop)
+        return data if is_raw else memoryview(bytes(data))
+
 
 class StreamReader:
     """Reads the rows of one stream that one commit record names. Thread-safe.
@@ -64,9 +73,7 @@ class StreamReader:
             for path, spec in shown.items()
             if path not in record.schema.fields
         }
-        # By array and shard: the index, and the rows of the array when it was read. Complete chunks never move in
-        # their shard, so their entries are valid for good; that of a part-filled chunk until the next commit.
-        self._shard_indexes: dict[tuple[str, int], tuple[Array, int]] = {}
+        self._shard_indexes = ShardIndexes(storage)
         if storage.keeps_objects:
             self._note_rows()
 
@@ -228,19 +235,11 @@ class StreamReader:
         assert mapped is not None  # every object can be mapped
         places = [self.find_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
         mapped.file.prefetch(min(places)[0], max(stop for _, stop in places))
-        return [self.mapped_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
+        return [mapped.chunk(*place, is_raw=layout.is_raw) for place in places]
 
     def _decode_new(self, path: str, layout: ArrayLayout, index: int, data: memoryview) -> Array:
         with self._named(path, layout, index):
             return layout.decode_new(data)
-
-    def n_final_chunks(self, path: str) -> int:
-        """Chunks of an array that no later commit changes; 0 if the stream lacks the field."""
-        layout = self.record.layouts.get(path)
-        if layout is None:
-            return 0
-        n = self.record.length(path)
-        return -(-n // layout.chunk_rows) if self.record.is_sealed else n // layout.chunk_rows
 
     def read_chunks(self, path: str, piece: ShardPiece) -> list[memoryview]:
         """Read neighbouring chunks, still encoded: of one shard, or objects of their own.
@@ -271,7 +270,7 @@ class StreamReader:
         layout = self.record.layouts.get(path)
         if layout is None or layout.shard_rows is None or not layout.index_at_start:
             return None
-        if self._known_index(path, layout, index) is not None:
+        if self._shard_indexes.known(path, layout, index, self.record.length(path)) is not None:
             return None
         return self._key(path, layout, index), 0, layout.shard_index_bytes
 
@@ -283,7 +282,7 @@ class StreamReader:
         """
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
-            self._learn_index(path, layout, index, data)
+            self._shard_indexes.learn(path, layout, index, self.record.length(path), data)
 
     def chunk_place(self, path: str, index: int) -> tuple[Place, bool] | None:
         """Where a chunk is stored, and whether it stays there; None if that is not known without a request.
@@ -296,7 +295,7 @@ class StreamReader:
         key = self._key(path, layout, index)
         if layout.shard_rows is None:
             return (key, 0, None), True
-        if self._known_index(path, layout, index) is None:
+        if self._shard_indexes.known(path, layout, index, self.record.length(path)) is None:
             return None
         with self._named(path, layout, index):
             (start, stop), is_final = self._place_in_shard(path, layout, index)
@@ -316,11 +315,6 @@ class StreamReader:
         """Whether chunks of an array should be read from mapped shards."""
         layout = self.record.layouts.get(path)
         return layout is not None and layout.shard_rows is not None and self._storage.can_map
-
-    def first_row(self, path: str, number: int) -> int:
-        """The first row of an object of an array."""
-        layout = self.record.layouts[path]
-        return number * layout.object_rows
 
     def object_number(self, path: str, index: int) -> int:
         """The number of the object that holds a chunk of an array."""
@@ -347,14 +341,6 @@ class StreamReader:
         with self._named(path, layout, index):
             layout.check_place(start, size, mapped.file.size)
         return start, start + size
-
-    def mapped_chunk(self, path: str, index: int, mapped: MappedObject) -> memoryview:
-        """A chunk of a mapped object, still encoded, for `decode_chunk`.
-
-        A compressed one is copied: another program may write to the file after its sizes were checked.
-        """
-        data = mapped.file.view(*self.find_chunk(path, index, mapped))
-        return data if self.record.layouts[path].is_raw else memoryview(bytes(data))
 
     def check_chunk(self, path: str, index: int, data: memoryview) -> None:
         """Check the checksum of a chunk that was mapped.
@@ -433,23 +419,11 @@ class StreamReader:
         self, path: str, layout: ArrayLayout, index: int, *, is_fresh: bool = False
     ) -> tuple[Array, int]:
         """The index of the shard that holds a chunk, and how many rows the array had when it was read."""
-        known = None if is_fresh else self._known_index(path, layout, index)
-        if known is None:
-            key = self._key(path, layout, index)
-            start = 0 if layout.index_at_start else max(0, self._storage.size(key) - layout.shard_index_bytes)
-            data = self._storage.get_range(key, start, start + layout.shard_index_bytes)
-            known = self._learn_index(path, layout, index, data)
-        return known
-
-    def _known_index(self, path: str, layout: ArrayLayout, index: int) -> tuple[Array, int] | None:
-        known = self._shard_indexes.get((path, index // layout.chunks_per_shard))
-        n_rows = min((index + 1) * layout.chunk_rows, self.record.length(path))
-        return known if known is not None and known[1] >= n_rows else None
-
-    def _learn_index(self, path: str, layout: ArrayLayout, index: int, data: bytes) -> tuple[Array, int]:
-        known = layout.decode_shard_index(data), self.record.length(path)
-        self._shard_indexes[path, index // layout.chunks_per_shard] = known
-        return known
+        length = self.record.length(path)
+        known = None if is_fresh else self._shard_indexes.known(path, layout, index, length)
+        if known is not None:
+            return known
+        return self._shard_indexes.read(path, layout, index, length, self._key(path, layout, index))
 
     def read_spans(self, start: int = 0) -> Spans:
         """Read and check the spans from ``start`` on."""
