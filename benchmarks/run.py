@@ -21,6 +21,7 @@ BENCHMARKS = (
     "cold_rows",
     "pack",
     "misses",
+    "disk_cache",
     "scans",
     "priorities",
     "replay",

@@ -34,6 +34,13 @@ EXPECTED = {
         "64 open environments, 4 spans each: index",
     ],
     "misses": ["windows, ours, 1 thread", "windows, zarr", "state transitions, RLinf's path"],
+    "disk_cache": [
+        "remote",
+        "parts of objects on the disk",
+        "whole objects on the disk",
+        "local copy",
+        "until warm",
+    ],
     "priorities": [
         "compiled, 10,000 leaves",
         "compiled, 100,000 leaves",

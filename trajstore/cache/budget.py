@@ -17,8 +17,9 @@ def share_budget(columns: Iterable[ColumnPages], budget: int) -> None:
     it could not be read, even if the budget is exceeded.
     """
     by_size = sorted(columns, key=attrgetter("nbytes_of_all_pages"))
-    least = [c.table.n_live_pages if c.can_map_all else c.min_slots for c in by_size]
-    slots = _plan(by_size, budget, [column.table.n_slot_pages for column in by_size], least)
+    needs_none = [c.can_map_all and not c.may_need_slots for c in by_size]
+    least = [c.table.n_live_pages if no else c.min_slots for c, no in zip(by_size, needs_none, strict=True)]
+    slots = _plan(by_size, budget, [column.n_slot_pages for column in by_size], least)
     left = budget - sum(n * column.page_bytes for n, column in zip(slots, by_size, strict=True))
     chosen = [i for i, c in enumerate(by_size) if slots[i] < c.table.n_pages and c.can_keep_decoded]
     n_bytes = sum(by_size[i].nbytes_of_all_pages for i in chosen)

@@ -25,7 +25,7 @@ from trajstore.cache.cache_version import CacheVersion
 from trajstore.cache.chunk_fetcher import ChunkFetcher
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.compressed_tier import CompressedTier
-from trajstore.cache.object_maps import ObjectMaps
+from trajstore.cache.object_maps import TOUCH_S, ObjectMaps
 from trajstore.cache.oversized_batches import OversizedBatches
 from trajstore.cache.page_loader import PageLoader
 from trajstore.cache.page_mapper import PageMapper
@@ -87,6 +87,9 @@ class ChunkCache:
         self._columns: dict[str, ColumnPages] = {}
         self._version = CacheVersion()
         self._live_columns: tuple[Mapping[str, int], Array] | None = None
+        self._storage = storage
+        self._has_copies = storage.may_map and not storage.can_map  # mapped files may be removed by others
+        self._tend_at = 0.0
         self._maps = ObjectMaps()
         self._decoders = BlockDecoders()
         self._mapper = PageMapper(storage, self._maps, self._decoders, self.stats)
@@ -131,6 +134,7 @@ class ChunkCache:
             blocked = self._can_map_blocks(path, page_rows)
             can_map = self._can_map(path) | blocked
             column.note_blocks(bool(blocked.any()))
+            column.may_need_slots = self._has_copies
             column.table.set_rows(n_rows, marks, written, can_map.tolist())
             column.n_live_used = self.n_live_used
         share_budget(self._columns.values(), self._budget)
@@ -358,6 +362,7 @@ class ChunkCache:
         Values are written to the tensors in ``outs``, and to new tensors for keys that it lacks.
         """
         start = time.perf_counter()
+        self.tend_maps()
         self._loader.tick += 1
         oversized = self._make_resident(wanted)
         planned = time.perf_counter()
@@ -430,10 +435,25 @@ class ChunkCache:
         can_map = column.table.mappable(pages) & (column.table.slots(pages) < 0)
         missing = column.table.missing(pages[can_map])
         self.stats.hits += int(can_map.sum()) - len(missing)
-        n_filled = column.table.n_empty if column.fills_slots else 0
+        n_filled, absent = column.table.n_empty if column.fills_slots else 0, missing[:0]
         if len(missing) > n_filled:
-            self._mapper.map_pages(column, self._loader.readers, missing[n_filled:])
-        return np.append(pages[~can_map], missing[:n_filled])
+            absent = self._mapper.map_pages(column, self._loader.readers, missing[n_filled:])
+        return np.concatenate([pages[~can_map], missing[:n_filled], absent])
+
+    def tend_maps(self) -> None:
+        """Twice a minute, note that mapped copies are used, and unmap those that others have removed.
+
+        Called with every batch.
+        """
+        if not self._has_copies or (now := time.monotonic()) < self._tend_at:
+            return
+        self._tend_at = now + TOUCH_S
+        sources = {reader.record.folder: i for i, reader in enumerate(self._loader.readers) if reader is not None}
+        for folder, path, number in self._maps.drop_gone():
+            if (source := sources.get(folder)) is not None and (reader := self._loader.readers[source]) is not None:
+                n_rows = reader.record.layouts[f"steps/{path}"].object_rows
+                stop = min((number + 1) * n_rows, reader.record.rows)
+                self._columns[path].forget_mapped(source, number * n_rows, stop)
 
     def _limit_maps(self) -> None:
         """Unmap all files if there are too many; called before a batch maps what it needs."""

@@ -188,6 +188,7 @@ class ChunkFetcher:
         reader, path, number = chunk
         array = f"steps/{path}"
         mapped = self._maps.get(reader, path, number)  # also keeps it mapped during this call
+        assert mapped is not None  # this is not called for copies of objects
         try:
             data = mapped.chunk(*reader.find_chunk(array, number, mapped), is_raw=reader.can_map(array))
             reader.decode_chunk(array, number, data, out)

@@ -29,6 +29,7 @@ class ColumnPages:
 
     Attributes:
         n_live_used: Live rows from this one on hold nothing.
+        may_need_slots: Whether pages that can be mapped may need slots at times.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ColumnPages:
     ) -> None:
         self.path = path
         self.n_live_used = live_rows
+        self.may_need_slots = False
         self._can_decode_blocks = False
         self._version = version
         self.page_rows = page_rows
@@ -52,18 +54,18 @@ class ColumnPages:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether every stored page can be mapped from a file and needs no slot."""
+        """Whether every stored page can be mapped from a file, so that pages may be absent."""
         return self.table.maps_pages and self.can_map_all
 
     @property
     def can_map_all(self) -> bool:
-        """Whether every stored page can be mapped."""
+        """Whether every stored page can be mapped, if `may_need_slots` not at all times."""
         return bool(self.table.can_map.any()) and self.table.n_slot_pages == self.table.n_live_pages
 
     @property
     def can_keep_decoded(self) -> bool:
-        """Whether every stored page can be decoded in blocks, but is copied faster from a slot."""
-        return self._can_decode_blocks and self.can_map_all
+        """Whether every stored page can be decoded in blocks at all times, but is copied faster from a slot."""
+        return self._can_decode_blocks and self.can_map_all and not self.may_need_slots
 
     @property
     def fills_slots(self) -> bool:
@@ -79,6 +81,11 @@ class ColumnPages:
     def n_unpinned(self) -> int:
         """Slots that a batch may use."""
         return self.table.n_slots - self.table.n_pinned
+
+    @property
+    def n_slot_pages(self) -> int:
+        """Pages that need a slot, or may need one at times."""
+        return self.table.n_pages if self.may_need_slots else self.table.n_slot_pages
 
     @property
     def has_blocks(self) -> bool:

@@ -126,6 +126,22 @@ class Storage:
         """
         raise NotImplementedError
 
+    @property
+    def may_map(self) -> bool:
+        """Whether `map_if_local` may find objects, now or later."""
+        return self.can_map
+
+    def map_if_local(self, key: str) -> FileMap | None:
+        """As `map_object`; None if no file of this machine has the object, or not all of it.
+
+        Its bytes were not checked: call `drop_local` if they turn out to be damaged.
+        """
+        return self.map_object(key)
+
+    def drop_local(self, key: str) -> bool:
+        """Remove a damaged copy that `map_if_local` found; returns False if the object itself is damaged."""
+        return False
+
     def size(self, key: str) -> int:
         """The size of an object in bytes, never from a cache."""
         raise NotImplementedError

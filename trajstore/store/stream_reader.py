@@ -27,11 +27,11 @@ _DECODE_TASKS = 4  # threads that decode the chunks of one shard
 
 
 class ChunkError(CorruptionError):
-    """A chunk of a stream, with rows ``[start, stop)``, is damaged."""
+    """A chunk of a stream, with rows ``[start, stop)``, is damaged; ``key`` names its object."""
 
-    def __init__(self, message: str, stream: str, start: int, stop: int) -> None:
+    def __init__(self, message: str, stream: str, start: int, stop: int, key: str = "") -> None:
         super().__init__(message)
-        self.stream, self.start, self.stop = stream, start, stop
+        self.stream, self.start, self.stop, self.key = stream, start, stop, key
 
 
 class MissingChunkError(ChunkError):
@@ -232,6 +232,7 @@ class StreamReader:
 
     def _map_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
         mapped = self.map_object(path, piece.start // layout.chunks_per_shard)
+        assert mapped is not None  # every object can be mapped
         places = [self.find_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
         mapped.file.prefetch(min(places)[0], max(stop for _, stop in places))
         return [mapped.chunk(*place, is_raw=layout.is_raw) for place in places]
@@ -301,14 +302,14 @@ class StreamReader:
         return (key, start, stop), is_final
 
     def can_map(self, path: str) -> bool:
-        """Whether chunks of an array can be mapped with `map_object`: they are raw, in files of this machine."""
+        """Whether chunks of an array may be mapped with `map_object`: they are raw, in files of this machine."""
         layout = self.record.layouts.get(path)
-        return layout is not None and layout.is_raw and self._storage.can_map
+        return layout is not None and layout.is_raw and self._storage.may_map
 
     def can_map_blocks(self, path: str) -> bool:
         """Whether single blocks of the chunks of an array can be decoded where they are mapped."""
         layout = self.record.layouts.get(path)
-        return layout is not None and layout.has_blocks and self._storage.can_map and zstd_library() is not None
+        return layout is not None and layout.has_blocks and self._storage.may_map and zstd_library() is not None
 
     def are_shards_mapped(self, path: str) -> bool:
         """Whether chunks of an array should be read from mapped shards."""
@@ -319,12 +320,14 @@ class StreamReader:
         """The number of the object that holds a chunk of an array."""
         return index // self.record.layouts[path].chunks_per_shard
 
-    def map_object(self, path: str, number: int) -> MappedObject:
-        """Map an object of an array. No chunk is read or checked."""
+    def map_object(self, path: str, number: int) -> MappedObject | None:
+        """Map an object of an array; None if no file of this machine has all of it. No chunk is read or checked."""
         layout = self.record.layouts[path]
         first = number * layout.chunks_per_shard
         with self._named(path, layout, first):
-            file = self._storage.map_object(self._key(path, layout, first))
+            file = self._storage.map_if_local(self._key(path, layout, first))
+            if file is None:
+                return None
             if layout.shard_rows is None:
                 return MappedObject(file, np.array([[0, file.size]], np.uint64))
             n_bytes = layout.shard_index_bytes
@@ -386,7 +389,8 @@ class StreamReader:
         except CorruptionError as error:
             rows = index * layout.chunk_rows, (index + 1) * layout.chunk_rows
             name = self._chunk_name(path, layout, index)
-            raise ChunkError(f"{name}: {error}", self.record.id, *rows) from error
+            key = self._key(path, layout, index)
+            raise ChunkError(f"{name}: {error}", self.record.id, *rows, key) from error
 
     def _chunk_bytes(self, path: str, layout: ArrayLayout, index: int) -> bytes:
         key = self._key(path, layout, index)

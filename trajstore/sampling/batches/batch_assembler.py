@@ -434,6 +434,7 @@ class BatchAssembler:
                 return kind.executor.run(self._rows.cache, kind.starts, drawn, outs)
         if not isinstance(kind.executor, CompiledExecutor):
             return None
+        self._rows.cache.tend_maps()
         return kind.executor.run(self._rows.cache, kind.starts, drawn, outs)
 
     def read_batch(
