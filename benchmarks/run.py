@@ -21,6 +21,8 @@ BENCHMARKS = (
     "cold_rows",
     "pack",
     "misses",
+    "disk_cache",
+    "scans",
     "priorities",
     "replay",
     "ranks",

@@ -121,6 +121,8 @@ _LONG = [
     "project/test_benchmarks.py",
     "writing/test_faults.py",
     "store/test_packing.py",
+    "storage/test_servers.py",
+    "storage/test_end_to_end.py",
     "project/test_notebooks.py",
     "storage/test_power_loss.py",
     "distributed/test_collective_checkpoints.py",

@@ -35,7 +35,16 @@ def test_each_part_is_count_times_price() -> None:
 
 def test_the_prices_say_where_and_when_they_are_from() -> None:
     for name in ("s3", "gcs", "azure"):
-        assert "January 2025" in estimate_cost(1, prices=name).prices.name
+        cost = estimate_cost(1e9, prices=name)
+        assert cost.prices.is_example
+        for told in ("example: ", "list prices as of January 2025", "not checked", "pass them as Prices"):
+            assert told in str(cost)
+
+
+def test_own_prices_are_shown_by_their_name_alone() -> None:
+    assert str(estimate_cost(2e9, prices=ROUND)) == (
+        "2.00 a month (2.00 storage, 0.00 writes, 0.00 reads, 0.00 transfer), by these prices: round"
+    )
 
 
 @pytest.mark.parametrize(

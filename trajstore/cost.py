@@ -20,11 +20,12 @@ class Prices:
     """Prices of an object store, in one currency. Taxes, minimum durations and discounts are not in them.
 
     Attributes:
-        name: Provider, region, class of storage, and the date of the prices.
+        name: Provider, region, class of storage, and the date of the prices; shown with every `Cost`.
         gb_month: Storing 10^9 bytes for a month.
         put_1000: 1000 requests that write, list or copy.
         get_1000: 1000 requests that read.
         gb_out: 10^9 bytes that leave to where the trainers run: 0 within one region, more to the internet.
+        is_example: Whether nobody has compared them with the provider's price page; a `Cost` says so.
     """
 
     name: str
@@ -32,17 +33,23 @@ class Prices:
     put_1000: float
     get_1000: float
     gb_out: float = 0.0
+    is_example: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gb_month", "put_1000", "get_1000", "gb_out"):
             _check(name, getattr(self, name))
 
 
-# List prices in US dollars, rounded, for readers in the same region. They change: check the provider's price page.
-PRICES = {
-    "s3": Prices("Amazon S3 Standard, us-east-1, list prices of January 2025", 0.023, 0.005, 0.0004),
-    "gcs": Prices("Google Cloud Storage Standard, us-central1, list prices of January 2025", 0.020, 0.005, 0.0004),
-    "azure": Prices("Azure Blob Storage Hot LRS, East US 2, list prices of January 2025", 0.018, 0.005, 0.0004),
+def _example(where: str, gb_month: float) -> Prices:
+    name = f"example: {where}, US dollars, list prices as of January 2025, rounded and not checked"
+    return Prices(name, gb_month, 0.005, 0.0004, is_example=True)
+
+
+# Examples for readers in the same region. Prices change, and these were never compared with a price page.
+EXAMPLE_PRICES = {
+    "s3": _example("Amazon S3 Standard, us-east-1", 0.023),
+    "gcs": _example("Google Cloud Storage Standard, us-central1", 0.020),
+    "azure": _example("Azure Blob Storage Hot LRS, East US 2", 0.018),
 }
 
 
@@ -69,6 +76,13 @@ class Cost:
         """The sum."""
         return self.storage + self.writes + self.reads + self.transfer
 
+    def __str__(self) -> str:
+        parts = ", ".join(
+            f"{getattr(self, name):.2f} {name}" for name in ("storage", "writes", "reads", "transfer")
+        )
+        advice = "; look up yours and pass them as Prices" if self.prices.is_example else ""
+        return f"{self.total:.2f} a month ({parts}), by these prices: {self.prices.name}{advice}"
+
 
 def estimate_cost(
     stored_bytes: float,
@@ -93,7 +107,8 @@ def estimate_cost(
         bytes_per_read: Bytes of such a chunk.
         refreshes_per_day: How often readers look for new commits; each lists the streams once.
         disk_cache_hits: Share of the reads that a disk cache answers.
-        prices: ``"s3"``, ``"gcs"`` or ``"azure"``, which are list prices of January 2025, or your own `Prices`.
+        prices: Your own `Prices`; or ``"s3"``, ``"gcs"`` or ``"azure"``, which are only examples: list prices as
+            of January 2025, rounded and never checked, for one region each.
 
     Raises:
         ValueError: A number is negative or not finite, or the prices are unknown.
@@ -108,9 +123,9 @@ def estimate_cost(
     if disk_cache_hits > 1:
         raise ValueError(f"disk_cache_hits: expected a share between 0 and 1, got {disk_cache_hits!r}")
     if isinstance(prices, str):
-        if prices not in PRICES:
-            raise ValueError(f"prices: expected Prices or one of {', '.join(PRICES)}, got {prices!r}")
-        prices = PRICES[prices]
+        if prices not in EXAMPLE_PRICES:
+            raise ValueError(f"prices: expected Prices or one of {', '.join(EXAMPLE_PRICES)}, got {prices!r}")
+        prices = EXAMPLE_PRICES[prices]
     n_reads = reads_per_day * (1 - disk_cache_hits) * _DAYS
     n_writes = (commits_per_day * puts_per_commit + refreshes_per_day) * _DAYS
     return Cost(

@@ -244,6 +244,8 @@ def test_sample_at_a_checkpoint_draws_from_what_it_holds(template: Path) -> None
         (("--fields", "action,nothing"), "no field 'nothing'"),
         (("--device", "nothing"), "nothing"),
         (("--cache-bytes", "much"), "cache_bytes: expected bytes"),
+        (("--disk-cache", "/somewhere"), "--disk-cache: expected DIRECTORY,BYTES, got '/somewhere'"),
+        (("--disk-cache", "/somewhere,much"), "--disk-cache: budget_bytes"),
         (("--at", "nothing"), "no checkpoint 'nothing'"),
     ],
     ids=str,
@@ -438,7 +440,7 @@ def test_an_unexpected_failure_shows_no_storage_options(template: Path, monkeypa
 
 
 @pytest.mark.s3
-def test_an_object_store_is_reached_with_options_that_are_not_shown(new_place: Any) -> None:
+def test_an_object_store_is_reached_with_options_that_are_not_shown(new_place: Any, tmp_path: Path) -> None:
     place: Place = new_place("s3")
     endpoint = place.options["client_kwargs"]["endpoint_url"]
     with trajstore.create(place.url, SCHEMA, **place.kwargs).writer(commit_seconds=None) as writer:
@@ -447,7 +449,7 @@ def test_an_object_store_is_reached_with_options_that_are_not_shown(new_place: A
                "--storage-option", f"client_kwargs.endpoint_url={endpoint}"]  # fmt: skip
     shown = [
         run("info", place.url, "--sizes", *options),
-        run("sample", place.url, "--batch", 4, "--window", 8, *options),
+        run("sample", place.url, "--batch", 4, "--window", 8, "--disk-cache", f"{tmp_path}/disk,1MB", *options),
         run("verify", place.url, *options),
         run("checkpoints", place.url, *options),
         run("info", place.url + "-not", *options),
@@ -455,6 +457,7 @@ def test_an_object_store_is_reached_with_options_that_are_not_shown(new_place: A
     assert [result.exit_code for result in shown] == [0, 0, 0, 0, 2]
     for result in shown:
         assert not any(secret in result.output for secret in ("test-key", "test-secret", endpoint))
+    assert any(path.is_file() for path in (tmp_path / "disk" / "trajstore-1" / "objects").rglob("*"))
 
 
 def test_options_nest_and_are_json_where_they_look_so() -> None:

@@ -34,6 +34,13 @@ EXPECTED = {
         "64 open environments, 4 spans each: index",
     ],
     "misses": ["windows, ours, 1 thread", "windows, zarr", "state transitions, RLinf's path"],
+    "disk_cache": [
+        "remote",
+        "parts of objects on the disk",
+        "whole objects on the disk",
+        "local copy",
+        "until warm",
+    ],
     "priorities": [
         "compiled, 10,000 leaves",
         "compiled, 100,000 leaves",
@@ -95,6 +102,12 @@ EXPECTED["pack"] = [
     "state, read in order, cold, packed",
     "state: objects",
     "state: memory of pack",
+]
+EXPECTED["scans"] = [
+    "read_episode, one after the other, 20 ms",
+    "read_all_in_order, 20 ms",
+    "epoch of windows in order, 20 ms, not ahead",
+    "read_all_in_order, local, cold",
 ]
 PEER = ["state episodes, TorchRL", "single steps, TorchRL add, given", "64 environments, TorchRL extend"]
 

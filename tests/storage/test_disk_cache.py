@@ -26,12 +26,13 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore import DiskCache, Field, Reader, Windows
-from trajstore.errors import StorageError
+from trajstore.errors import CorruptionError, StorageError
 from trajstore.storage import (
     DiskCachedStorage,
     LocalStorage,
     Storage,
     StorageLayer,
+    completer,
     disk_files,
     open_storage,
 )
@@ -91,9 +92,9 @@ def disk(tmp_path: Path) -> Path:
     return tmp_path / "disk"
 
 
-def fill(url: str, n_episodes: int = 20, length: int = 100) -> None:
+def fill(url: str, n_episodes: int = 20, length: int = 100, schema: dict[str, Field] = SCHEMA) -> None:
     rng = np.random.default_rng(7)
-    with trajstore.create(url, SCHEMA).writer(commit_seconds=None) as writer:
+    with trajstore.create(url, schema).writer(commit_seconds=None) as writer:
         for _ in range(n_episodes):
             writer.append_episode(
                 {
@@ -538,3 +539,231 @@ def test_readers_of_a_growing_stream_see_exactly_their_rows(
     for store in stores:
         store.refresh()
         assert_numbered(store, n_rows)
+
+
+# ---- whole objects are mapped
+
+
+def fill_raw(url: str, n_episodes: int = 20) -> None:
+    """Observations that can be mapped."""
+    fill(
+        url,
+        n_episodes,
+        schema=SCHEMA | {"obs": Field("float32", (64,), chunk_rows=64, shard_rows=512, codec="none")},
+    )
+
+
+def mapped_reader(url: str, disk: Path, budget: int | str = "100MB") -> Reader:
+    """A reader with a cache of a few pages, whose columns are mapped as far as possible."""
+    store = trajstore.open(url, disk_cache=DiskCache(disk, budget))
+    return Reader(store, cache_bytes="64KiB", host_cache_bytes=1, seed=3)
+
+
+def disk_counts(reader: Reader) -> dict[str, Any]:
+    found: dict[str, Any] = reader.stats()["storage"]["disk_cache"]
+    return found
+
+
+def sample_until(reader: Reader, is_done: Callable[[dict[str, Any]], bool]) -> None:
+    """Draw batches until the counts are so; objects are completed in the background."""
+    deadline = time.monotonic() + JOIN_S
+    while not is_done(disk_counts(reader)):
+        assert time.monotonic() < deadline, disk_counts(reader)
+        reader.sample(32, Windows(4, fields=("obs",)))
+        time.sleep(0.002)
+
+
+def n_objects(url: str) -> int:
+    """Objects of observations that are complete, and so may be completed on the disk."""
+    [stream] = trajstore.open(url).streams
+    return -(-stream.rows // 512)
+
+
+@pytest.fixture
+def warm(url: str, disk: Path) -> str:
+    """A store, all of whose observations are on the disk as whole objects."""
+    fill_raw(url)
+    sample_until(mapped_reader(url, disk), lambda counts: counts["mapped"] == n_objects(url))
+    return url
+
+
+def assert_same_batches(reader: Reader, url: str, n: int = 10) -> None:
+    plain = Reader(trajstore.open(url), seed=0)
+    plain.load_state_dict(reader.state_dict())
+    for _ in range(n):
+        found, expected = reader.sample(32, Windows(4)), plain.sample(32, Windows(4))
+        for name in ("obs", "action"):
+            np.testing.assert_array_equal(found[name].numpy(), expected[name].numpy())
+
+
+def test_objects_that_are_asked_for_again_are_completed_and_mapped(warm: str, disk: Path) -> None:
+    reader = mapped_reader(warm, disk)
+    reader.sample(32, Windows(4, fields=("obs",)))
+    opened = disk_counts(reader)
+    assert opened["mapped"] > 0
+    for _ in range(20):
+        reader.sample(32, Windows(4, fields=("obs",)))
+    found = disk_counts(reader)
+    assert found["mapped"] == n_objects(warm)
+    assert found["hits"] == opened["hits"]  # nothing was read with a call
+    assert found["misses"] == 0
+    assert_same_batches(reader, warm)
+
+
+def test_batches_are_the_same_while_objects_are_completed(url: str, disk: Path) -> None:
+    fill_raw(url)
+    reader = mapped_reader(url, disk)
+    assert_same_batches(reader, url, 40)
+    assert disk_counts(reader)["completed"] > 0
+
+
+def test_large_objects_are_not_completed(url: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completer, "MAX_BYTES", 1000)
+    fill_raw(url)
+    reader = mapped_reader(url, disk)
+    assert_same_batches(reader, url, 20)
+    assert disk_counts(reader)["completed"] == 0
+
+
+def test_nothing_is_removed_to_complete_an_object(url: str, disk: Path) -> None:
+    fill_raw(url, 60)
+    budget = 700_000
+    reader = mapped_reader(url, disk, budget)
+    sample_until(reader, lambda counts: counts["completed"] > 0)
+    assert_same_batches(reader, url, 30)
+    assert disk_counts(reader)["mapped"] < n_objects(url)
+    assert used(disk) <= budget
+
+
+def test_removing_everything_while_files_are_mapped_disturbs_nobody(
+    warm: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.cache.chunk_cache.TOUCH_S", 0.0)
+    reader = mapped_reader(warm, disk)
+    is_over = threading.Event()
+
+    def remove() -> None:
+        while not is_over.is_set():
+            shutil.rmtree(disk, ignore_errors=True)
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=remove)
+    reader.sample(256, Windows(4))
+    assert disk_counts(reader)["mapped"] > 0
+    thread.start()
+    try:
+        assert_same_batches(reader, warm, 60)
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_what_another_process_evicts_is_unmapped_and_comes_back(
+    warm: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its space would not be free as long as it is mapped."""
+    monkeypatch.setattr("trajstore.cache.chunk_cache.TOUCH_S", 0.0)
+    reader = mapped_reader(warm, disk)
+    sample_until(reader, lambda counts: counts["mapped"] == n_objects(warm))
+    other = disk_files.DiskFiles(disk / "trajstore-1", 100_000)
+    assert other.write("s/x", [(0, bytes(50_000))], 50_000, whole=False)
+    assert other.evictions > 0
+    assert used(disk) <= 100_000
+    assert [line for line in maps_of(disk) if "(deleted)" in line]
+    assert_same_batches(reader, warm)
+    assert not [line for line in maps_of(disk) if "(deleted)" in line]
+    sample_until(reader, lambda counts: counts["completed"] > 0)
+    assert_same_batches(reader, warm)
+
+
+def maps_of(disk: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(disk) in line]
+
+
+def test_mapped_files_count_as_used(warm: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = mapped_reader(warm, disk)
+    sample_until(reader, lambda counts: counts["mapped"] == n_objects(warm))
+    paths = {line.split(maxsplit=5)[5] for line in maps_of(disk)}
+    assert len(paths) == n_objects(warm)
+    for path in paths:
+        os.utime(path, (0, 0))
+    reader.sample(32, Windows(4))
+    assert max(os.stat(path).st_mtime for path in paths) == 0  # not with every batch
+    monkeypatch.setattr(reader.assembler._rows.cache, "_tend_at", 0.0)
+    reader.sample(32, Windows(4))
+    assert min(os.stat(path).st_mtime for path in paths) > time.time()
+
+
+@pytest.mark.parametrize("damage", ["chunk", "index", "cut off", "header"])
+def test_a_file_that_was_damaged_before_it_is_mapped_is_read_again(warm: str, disk: Path, damage: str) -> None:
+    for path in files_of(disk):
+        data = bytearray(path.read_bytes())
+        if data[:4] != b"TJCW":
+            continue
+        begin = disk_files._DATA_AT
+        if damage == "chunk":
+            data[(begin + len(data)) // 2 :: 5000] = bytes(len(data[(begin + len(data)) // 2 :: 5000]))
+            data[-20_000] ^= 1
+        elif damage == "index":
+            data[begin + 2] ^= 1
+            data[-6] ^= 1
+        elif damage == "header":
+            data[6] ^= 1
+        path.write_bytes(data[: len(data) * 2 // 3] if damage == "cut off" else data)
+    reader = mapped_reader(warm, disk)
+    assert_same_batches(reader, warm, 20)
+    assert disk_counts(reader)["damaged"] > 0
+    assert disk_counts(reader)["bytes_missed"] > 0
+    steps(trajstore.open(warm, disk_cache=DiskCache(disk, "100MB")))
+    assert_same_batches(mapped_reader(warm, disk), warm)  # and healed
+
+
+def test_a_damaged_object_of_the_store_itself_is_an_error(warm: str, disk: Path) -> None:
+    storage = open_storage(warm)
+    key = next(key for key in storage.tree_sizes("streams") if "/obs/" in key and "/c." in key)
+    data = bytearray(storage.get(key))
+    data[len(data) // 2] ^= 1
+    storage.put(key, bytes(data))
+    shutil.rmtree(disk)
+    reader = mapped_reader(warm, disk)
+    with pytest.raises(CorruptionError, match="obs"):
+        sample_until(reader, lambda counts: False)
+
+
+def sample_then_tell(url: str, disk: Path, budget: int, queue: Any) -> None:
+    reader = mapped_reader(url, disk, budget)
+    assert_same_batches(reader, url, 20)
+    queue.put(disk_counts(reader)["mapped"])
+
+
+def test_a_forked_process_maps_and_completes_for_itself(url: str, disk: Path) -> None:
+    fill_raw(url)
+    reader = mapped_reader(url, disk)
+    sample_until(reader, lambda counts: counts["completed"] > 0)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=sample_then_tell, args=(url, disk, 100 << 20, queue))
+    process.start()
+    assert queue.get(timeout=JOIN_S) > 0
+    process.join(JOIN_S)
+
+
+def test_frames_are_decoded_where_the_disk_has_them(url: str, disk: Path) -> None:
+    rng, spec = np.random.default_rng(0), Field("uint8", (84, 84))
+    with trajstore.create(url, {"frame": spec}).writer(commit_seconds=None) as writer:
+        for _ in range(8):
+            base = rng.integers(0, 255, (84, 84), np.uint8)
+            writer.append_episode({"frame": np.stack([np.roll(base, i, 0) // 64 for i in range(100)])})
+    store = trajstore.open(url, disk_cache=DiskCache(disk, "100MB"))
+    reader = Reader(store, cache_bytes="1MiB", host_cache_bytes=1, seed=1)
+    plain = Reader(trajstore.open(url), seed=1)
+    deadline = time.monotonic() + JOIN_S
+    while not disk_counts(reader)["mapped"]:
+        assert time.monotonic() < deadline
+        found, expected = reader.sample(16, Windows(2)), plain.sample(16, Windows(2))
+        np.testing.assert_array_equal(found["frame"].numpy(), expected["frame"].numpy())
+    before = reader.stats()["bytes_decoded"]
+    for _ in range(20):
+        found, expected = reader.sample(16, Windows(2)), plain.sample(16, Windows(2))
+        np.testing.assert_array_equal(found["frame"].numpy(), expected["frame"].numpy())
+    assert reader.stats()["bytes_decoded"] - before < 20 << 20

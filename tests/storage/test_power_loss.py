@@ -800,7 +800,7 @@ def records_are_renamed_without_a_sync(recorder: Recorder, patch: pytest.MonkeyP
 def made(put: Put) -> Put:
     """The same with bytes that exist already."""
     data = put.make()
-    return replace(put, make=lambda: data)
+    return replace(put, make=lambda: data, make_pieces=None)
 
 
 def has_chunks(wave: Iterable[Put]) -> bool:

@@ -21,7 +21,7 @@ from trajstore import Field
 from trajstore.cli.app import main
 from trajstore.compat.rlinf.checkpoint_reference import CheckpointReference
 from trajstore.errors import DataError, StorageError
-from trajstore.storage import FsspecStorage, ObstoreStorage, StorageLayer, open_storage
+from trajstore.storage import FsspecStorage, ObstoreStorage, open_storage
 from trajstore.storage.obstore_options import UnmappedError, obstore_client
 from trajstore.storage.service import ServiceStorage
 
@@ -31,9 +31,7 @@ AZURE = f"AccountName=devstoreaccount1;AccountKey={ACCOUNT_KEY};BlobEndpoint=htt
 
 
 def service(url: str, options: dict[str, Any]) -> ServiceStorage:
-    storage = open_storage(url, options)
-    while isinstance(storage, StorageLayer):  # counts requests
-        storage = storage.inner
+    storage = open_storage(url, options).source
     assert isinstance(storage, ServiceStorage)
     return storage
 
@@ -127,7 +125,7 @@ def test_the_transport_can_be_chosen_and_an_unknown_one_is_refused() -> None:
 
 def test_a_filesystem_can_be_handed_in() -> None:
     filesystem = MemoryFileSystem()
-    storage = open_storage("memory://handed-in", {"filesystem": filesystem})
+    storage = open_storage("memory://handed-in", {"filesystem": filesystem}).source
     storage.put("key", b"data")
     assert filesystem.cat_file("/handed-in/key") == b"data"
     with pytest.raises(ValueError, match="drop key"):
@@ -154,7 +152,7 @@ def test_an_unreachable_service_shows_no_secret_anywhere(
 ) -> None:
     from tests.storage.test_s3 import shown
 
-    storage = open_storage(url, {**options, "transport": transport, "retry_s": 0.01, "request_s": 5})
+    storage = open_storage(url, {**options, "transport": transport, "retry_s": 0.01, "request_s": 5}).source
     with caplog.at_level(logging.DEBUG, "trajstore"), pytest.raises(StorageError) as caught:
         storage.put("key", b"data")
     text = f"{shown(caught.value)} {storage!r} {storage.display} {vars(storage).get('_client')!r}"

@@ -188,7 +188,7 @@ def test_within_one_service_no_chunk_passes_through_this_machine(
         got.append(key)
         return real(self, key)
 
-    monkeypatch.setattr("trajstore.storage.FsspecStorage.get", get)
+    monkeypatch.setattr("trajstore.storage.ServiceStorage.get", get)
     store = copied(source, target)
     assert got
     assert not [key for key in got if not key.endswith("zarr.json")]

@@ -25,6 +25,7 @@ LOCK_ORDER = (
         *("WriterInbox.lock", "CommitThread._condition", "SamplesPerInsert._changed", "RunningStatistics._lock"),
         *("GarbageCollector._condition", "CompressedTier._lock", "CheckpointWriter._lock"),
         *("CheckpointRequests._condition", "StoreNotes._lock", "ChunkFetcher._counting", "Drawing._counting"),
+        "ReadAhead._lock",
     ),
     ("Storage._lock",),
     ("BackgroundPool._lock", "WrittenFiles._lock", "_Registry._lock"),

@@ -174,6 +174,10 @@ class Recorder:
                 self.log.append(Operation("write", path, data=bytes(memoryview(data)[:n]), handle=handle))
             return n
 
+    def writev(self, descriptor: int, pieces: Any) -> int:
+        # As one write: a crash may leave any part of either.
+        return self.write(descriptor, b"".join(pieces))
+
     def fsync(self, descriptor: int) -> None:
         with self._lock:
             handle, path, is_directory = self._open.get(descriptor, (0, "", False))
@@ -223,6 +227,9 @@ class _RecordingOs:
 
     def write(self, descriptor: int, data: Any) -> int:
         return self._recorder.write(descriptor, data)
+
+    def writev(self, descriptor: int, pieces: Any) -> int:
+        return self._recorder.writev(descriptor, pieces)
 
     def fsync(self, descriptor: int) -> None:
         self._recorder.fsync(descriptor)

@@ -120,6 +120,40 @@ def test_a_commit_that_is_tried_again_puts_the_same_bytes(growth: tuple[Field, l
         again.advance(len(new), {})
 
 
+@given(growths())
+@many
+def test_the_pieces_of_an_object_are_its_bytes(growth: tuple[Field, list[NewRows]]) -> None:
+    spec, commits = growth
+    appender = ArrayAppender("x", ArrayLayout.of(spec))
+    for new in commits:
+        for put in appender.puts(new, UNSEEN):
+            data = bytes(put.make())
+            if put.make_pieces is not None:
+                assert b"".join(put.make_pieces()) == data
+        appender.advance(len(new), {})
+
+
+def test_full_shards_of_an_uncompressed_column_are_written_without_a_copy() -> None:
+    layout = ArrayLayout(np.dtype("int32"), (2,), 4, Codec("none"), shard_rows=16)
+    appender = ArrayAppender("x", layout)
+    appender.advance(0, {})
+    for n, n_copied, n_shared in ((6, 0, 0), (45, 1, 10), (13, 1, 3)):
+        rows = np.arange(2 * n, dtype=np.int32).reshape(n, 2)
+        puts = appender.puts(NewRows(rows), UNSEEN)
+        chunks = [
+            np.frombuffer(piece, np.int32)
+            for put in puts
+            if put.make_pieces is not None
+            for piece in put.make_pieces()
+            if len(piece) == layout.chunk_bytes
+        ]
+        shared = [chunk for chunk in chunks if np.shares_memory(chunk, rows)]
+        assert (len(chunks) - len(shared), len(shared)) == (n_copied, n_shared)
+        for put in puts:
+            put.make()
+        appender.advance(n, {})
+
+
 LAYOUTS = [
     ArrayLayout(np.dtype("int32"), (2,), 4, codec, shard_rows=shard_rows)
     for codec in (Codec("none"), Codec.parse("zstd:1"), Codec.parse("blosc-lz4"))

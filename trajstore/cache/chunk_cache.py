@@ -5,7 +5,7 @@ a piece of a chunk, or a whole one. Finding missing pages, choosing pages to evi
 on whole batches. A column that fits its share of the budget has a slot for every page; once all of them are
 resident, a gather needs nothing from the host. On the CPU, the pages of a column that does not fit are mapped from
 their files if the column is stored raw, or in blocks that can be decoded alone: they take no slots, and are never
-evicted.
+evicted. If at least half of such a column of blocks fits, that part of it is decoded and kept in slots.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import numpy as np
 import torch
 
 from trajstore.cache.block_decoders import BlockDecoders
-from trajstore.cache.budget import share_budget
+from trajstore.cache.budget import share_budget, slots_without_maps
 from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.cache_version import CacheVersion
 from trajstore.cache.chunk_fetcher import ChunkFetcher
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.compressed_tier import CompressedTier
-from trajstore.cache.object_maps import ObjectMaps
+from trajstore.cache.object_maps import TOUCH_S, ObjectMaps
 from trajstore.cache.oversized_batches import OversizedBatches
 from trajstore.cache.page_loader import PageLoader
 from trajstore.cache.page_mapper import PageMapper
@@ -37,6 +37,8 @@ from trajstore.errors import DataError
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.schema import Array, Schema, selected_paths
 from trajstore.storage import Storage
+from trajstore.store.chunk_requests import MAX_BYTES, request_chunks
+from trajstore.store.read_ahead import ReadAhead
 from trajstore.store.stream_reader import StreamReader
 
 _COMPLETING_PAGES = 16  # pages that no batch asked for, loaded with a batch to complete a column
@@ -85,11 +87,14 @@ class ChunkCache:
         self._columns: dict[str, ColumnPages] = {}
         self._version = CacheVersion()
         self._live_columns: tuple[Mapping[str, int], Array] | None = None
+        self._storage = storage
+        self._has_copies = storage.may_map and not storage.can_map  # mapped files may be removed by others
+        self._tend_at = 0.0
         self._maps = ObjectMaps()
         self._decoders = BlockDecoders()
         self._mapper = PageMapper(storage, self._maps, self._decoders, self.stats)
         self._marks: dict[str, int] = {}  # by stream: the first row whose files are still mapped
-        fetcher = ChunkFetcher(storage, self.tier, self._maps, self.stats)
+        self._fetcher = fetcher = ChunkFetcher(storage, self.tier, self._maps, self.stats)
         self._loader = PageLoader(fetcher, self.stats)
         self._oversized = OversizedBatches(self._loader, fetcher, self.stats, kernels)
         self._copier = TensorRowCopier() if kernels is None else RowCopier(kernels, storage, self._decoders)
@@ -129,6 +134,7 @@ class ChunkCache:
             blocked = self._can_map_blocks(path, page_rows)
             can_map = self._can_map(path) | blocked
             column.note_blocks(bool(blocked.any()))
+            column.may_need_slots = self._has_copies
             column.table.set_rows(n_rows, marks, written, can_map.tolist())
             column.n_live_used = self.n_live_used
         share_budget(self._columns.values(), self._budget)
@@ -174,7 +180,7 @@ class ChunkCache:
             for path, column in self._columns.items():
                 if chunk_rows := old.chunk_rows(f"steps/{path}"):
                     number = old.object_number(f"steps/{path}", old.record.rows // chunk_rows)
-                    first = old.first_row(f"steps/{path}", number) if is_same else 0
+                    first = number * old.record.layouts[f"steps/{path}"].object_rows if is_same else 0
                     column.forget_mapped(source, first, old.record.rows)
                     self._maps.drop(old.record.folder, path, number)
             if not is_same:
@@ -208,14 +214,12 @@ class ChunkCache:
         self.tier.clear()
 
     def room(self, fields: Sequence[str] | None) -> int:
-        """Return how many stored rows of the chosen fields fit in the cache together."""
+        """Return how many stored rows of the chosen fields fit in the cache together, were none of them mapped."""
         chosen = [self._columns[path] for path in selected_paths(self._schema, fields)]
         if not chosen:
             raise DataError("fields: staged draws need at least one field, got none")
-        return min(
-            (c.table.n_pages if c.is_mapped else c.table.n_slots - c.table.n_live_pages) * c.page_rows
-            for c in chosen
-        )
+        slots = slots_without_maps(self._columns.values(), self._budget)
+        return min((slots[c.path] - c.table.n_live_pages) * c.page_rows for c in chosen)
 
     @property
     def version(self) -> int:
@@ -237,6 +241,38 @@ class ChunkCache:
         self._loader.tick += 1
         self._make_resident({str(i): w for i, w in enumerate(wanted)})
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes of chunks that are fetched ahead of a scan: a quarter of the budget, and at most 64 MiB."""
+        return max(1, min(self._budget // 4, MAX_BYTES))
+
+    def fetch_ahead(self, ahead: ReadAhead, paths: Iterable[str], ranges: Array, position: int) -> None:
+        """Fetch the chunks that a scan reads next, in the background; those that are here already are left out.
+
+        Args:
+            ahead: Holds them until they are read.
+            paths: Fields.
+            ranges: ``[n, 3]``: source, first row, and row after the last.
+            position: See `ReadAhead.request`.
+        """
+        self._fetcher.scans.add(ahead)
+        arrays = [f"steps/{path}" for path in paths]
+        request_chunks(ahead, self._loader.readers, arrays, ranges, position, self._absent_chunks)
+
+    def _absent_chunks(self, array: str, source: int, numbers: Array) -> Array:
+        """Those of the chunks of a source that are neither resident nor in the compressed tier."""
+        path, reader = array.removeprefix("steps/"), self._loader.readers[source]
+        table = self._columns[path].table
+        if reader is None or table.is_complete:
+            return numbers[:0]
+        per_chunk = reader.pages_per_chunk(array, table.page_rows)
+        n_pages = -(-reader.record.rows // table.page_rows)
+        pages = np.minimum(numbers[:, None] * per_chunk + np.arange(per_chunk), n_pages - 1)
+        is_absent = table.are_absent(table.first_page(source) + pages).any(axis=1)
+        kept = [(reader.record.folder, path, number) in self.tier for number in numbers.tolist()]
+        absent: Array = numbers[is_absent & ~np.array(kept, bool)]
+        return absent
+
     def pin(self, wanted: Iterable[RowRequest]) -> None:
         """Load the pages of these rows, and keep them until `unpin`.
 
@@ -252,6 +288,10 @@ class ChunkCache:
         for path, needed in pages.items():
             table = self._columns[path].table
             needed = pages[path] = self._map_missing(self._columns[path], needed)
+            if self._columns[path].is_mapped:  # nothing is evicted, so nothing has to be kept
+                self._loader.touch_and_load([(self._columns[path], needed)])
+                pages[path] = needed[:0]
+                continue
             n_more = len(needed) - table.count_pinned(needed)
             if n_more + table.n_pinned + MIN_STORED_SLOTS > table.n_slots < table.n_pages:
                 raise ValueError(
@@ -322,6 +362,7 @@ class ChunkCache:
         Values are written to the tensors in ``outs``, and to new tensors for keys that it lacks.
         """
         start = time.perf_counter()
+        self.tend_maps()
         self._loader.tick += 1
         oversized = self._make_resident(wanted)
         planned = time.perf_counter()
@@ -380,7 +421,7 @@ class ChunkCache:
         oversized = {
             column.path
             for column, distinct in needed
-            if len(distinct) - column.table.count_pinned(distinct) > column.table.n_unpinned
+            if len(distinct) - column.table.count_pinned(distinct) > column.n_unpinned
         }
         self._loader.touch_and_load(
             [(column, distinct) for column, distinct in needed if column.path not in oversized]
@@ -394,9 +435,25 @@ class ChunkCache:
         can_map = column.table.mappable(pages) & (column.table.slots(pages) < 0)
         missing = column.table.missing(pages[can_map])
         self.stats.hits += int(can_map.sum()) - len(missing)
-        if len(missing):
-            self._mapper.map_pages(column, self._loader.readers, missing)
-        return pages[~can_map]
+        n_filled, absent = column.table.n_empty if column.fills_slots else 0, missing[:0]
+        if len(missing) > n_filled:
+            absent = self._mapper.map_pages(column, self._loader.readers, missing[n_filled:])
+        return np.concatenate([pages[~can_map], missing[:n_filled], absent])
+
+    def tend_maps(self) -> None:
+        """Twice a minute, note that mapped copies are used, and unmap those that others have removed.
+
+        Called with every batch.
+        """
+        if not self._has_copies or (now := time.monotonic()) < self._tend_at:
+            return
+        self._tend_at = now + TOUCH_S
+        sources = {reader.record.folder: i for i, reader in enumerate(self._loader.readers) if reader is not None}
+        for folder, path, number in self._maps.drop_gone():
+            if (source := sources.get(folder)) is not None and (reader := self._loader.readers[source]) is not None:
+                n_rows = reader.record.layouts[f"steps/{path}"].object_rows
+                stop = min((number + 1) * n_rows, reader.record.rows)
+                self._columns[path].forget_mapped(source, number * n_rows, stop)
 
     def _limit_maps(self) -> None:
         """Unmap all files if there are too many; called before a batch maps what it needs."""
@@ -410,9 +467,15 @@ class ChunkCache:
         """Add some absent pages, if the column has slots for all its pages and the batch misses none.
 
         Pages that no window touches, such as those of aborted episodes, would otherwise keep the column incomplete.
+        A scan that fetches ahead comes to most of them by itself.
         """
         table = self._columns[path].table
-        if table.n_empty and table.has_slot_for_every_page and not len(table.missing(pages)):
+        if (
+            not self._fetcher.scans
+            and table.n_empty
+            and table.has_slot_for_every_page
+            and not len(table.missing(pages))
+        ):
             pages = np.concatenate([pages, table.absent_pages(_COMPLETING_PAGES)])
         return pages
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from trajstore.errors import CorruptionError, StorageError
 from trajstore.format.codec import is_intact
 from trajstore.schema import Array
 from trajstore.storage import Storage
+from trajstore.store.read_ahead import ReadAhead
 from trajstore.store.stream_reader import ChunkError, StreamReader
 
 _N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,6 +50,9 @@ class ChunkFetcher:
         tier: Compressed chunks in RAM.
         maps: Mapped objects; chunks of shards in local files are read from them.
         stats: Where reads and decoded bytes are counted.
+
+    Attributes:
+        scans: What fetches chunks ahead of scans.
     """
 
     def __init__(self, storage: Storage, tier: CompressedTier, maps: ObjectMaps, stats: CacheStats) -> None:
@@ -58,6 +63,7 @@ class ChunkFetcher:
         self._counting = threading.Lock()
         self._idle_buffers: list[DecodeBuffers] = []  # one for each thread that has worked
         self._fetched: dict[ChunkKey, memoryview] = {}  # chunks of the current wave that are not decoded yet
+        self.scans: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
 
     def for_each(
         self,
@@ -82,12 +88,28 @@ class ChunkFetcher:
                 self._fetched.clear()
 
     def _fetch(self, chunks: Sequence[StoredChunk]) -> None:
-        """Read encoded chunks that the compressed tier does not have, all at once."""
+        """Read encoded chunks that the compressed tier does not have, all at once.
+
+        Those that are being fetched ahead are waited for.
+        """
         wanted = [
             (reader, f"steps/{path}", number, key)
             for reader, path, number in chunks
             if (key := (reader.record.folder, path, number)) not in self._tier
         ]
+        ahead = {
+            key: scan
+            for reader, array, number, key in wanted
+            for scan in self.scans
+            if (reader.record.folder, array, number) in scan
+        }
+        self._fetch_now([chunk for chunk in wanted if chunk[3] not in ahead])
+        for (folder, path, number), scan in ahead.items():
+            data = scan.take((folder, f"steps/{path}", number))
+            if data is not None:
+                self._fetched[folder, path, number] = data
+
+    def _fetch_now(self, wanted: Sequence[tuple[StreamReader, str, int, ChunkKey]]) -> None:
         try:
             self._fetch_indexes([(reader, array, number) for reader, array, number, _ in wanted])
             found = [(key, *p) for reader, array, number, key in wanted if (p := reader.chunk_place(array, number))]
@@ -166,8 +188,9 @@ class ChunkFetcher:
         reader, path, number = chunk
         array = f"steps/{path}"
         mapped = self._maps.get(reader, path, number)  # also keeps it mapped during this call
+        assert mapped is not None  # this is not called for copies of objects
         try:
-            data = mapped.file.view(*reader.find_chunk(array, number, mapped))
+            data = mapped.chunk(*reader.find_chunk(array, number, mapped), is_raw=reader.can_map(array))
             reader.decode_chunk(array, number, data, out)
         except ChunkError:  # the file may be replaced by a good one
             self._maps.drop(reader.record.folder, path, reader.object_number(array, number))

@@ -9,7 +9,7 @@ import torch
 
 from trajstore.cache.arena import Arena
 from trajstore.cache.cache_version import CacheVersion
-from trajstore.cache.page_table import PageTable
+from trajstore.cache.page_table import MIN_STORED_SLOTS, PageTable
 from trajstore.schema import Array, Field
 
 
@@ -29,6 +29,7 @@ class ColumnPages:
 
     Attributes:
         n_live_used: Live rows from this one on hold nothing.
+        may_need_slots: Whether pages that can be mapped may need slots at times.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ColumnPages:
     ) -> None:
         self.path = path
         self.n_live_used = live_rows
+        self.may_need_slots = False
         self._can_decode_blocks = False
         self._version = version
         self.page_rows = page_rows
@@ -52,8 +54,38 @@ class ColumnPages:
 
     @property
     def is_mapped(self) -> bool:
-        """Whether every stored page can be mapped from a file and needs no slot."""
-        return self.table.maps_pages and self.table.n_slot_pages == self.table.n_live_pages
+        """Whether every stored page can be mapped from a file, so that pages may be absent."""
+        return self.table.maps_pages and self.can_map_all
+
+    @property
+    def can_map_all(self) -> bool:
+        """Whether every stored page can be mapped, if `may_need_slots` not at all times."""
+        return bool(self.table.can_map.any()) and self.table.n_slot_pages == self.table.n_live_pages
+
+    @property
+    def can_keep_decoded(self) -> bool:
+        """Whether every stored page can be decoded in blocks at all times, but is copied faster from a slot."""
+        return self._can_decode_blocks and self.can_map_all and not self.may_need_slots
+
+    @property
+    def fills_slots(self) -> bool:
+        """Whether pages that can be mapped are decoded into empty slots as long as there are any; see `budget`."""
+        return self.can_keep_decoded and self.table.n_slots > self.min_slots
+
+    @property
+    def min_slots(self) -> int:
+        """Slots that the column needs to be read at all, if no page can be mapped."""
+        return min(self.table.n_pages, self.table.n_live_pages + MIN_STORED_SLOTS)
+
+    @property
+    def n_unpinned(self) -> int:
+        """Slots that a batch may use."""
+        return self.table.n_slots - self.table.n_pinned
+
+    @property
+    def n_slot_pages(self) -> int:
+        """Pages that need a slot, or may need one at times."""
+        return self.table.n_pages if self.may_need_slots else self.table.n_slot_pages
 
     @property
     def has_blocks(self) -> bool:
@@ -98,14 +130,17 @@ class ColumnPages:
         return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, out.data_ptr()
 
     def addresses(self) -> tuple[int, ...]:
-        """Return the first six numbers of the column for `program_loops`; the third is 0 if it needs no table.
+        """Return the first six numbers of the column for `program_loops`.
+
+        The third is 0 if it needs no table, the last if no page has to be decoded.
 
         If pages are mapped, those that no batch has asked for yet are absent.
         """
         arena, table = self.arena, self.table
         slots = 0 if table.is_direct else table.slot_of_page.data_ptr
         first_rows = table.first_virtual_row.data_ptr
-        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, int(self.has_blocks)
+        sizes = table.bytes_of_page.data_ptr if self.has_blocks else 0
+        return arena.data_ptr, arena.row_bytes, slots, self.page_rows, first_rows, sizes
 
     def forget_mapped(self, source: int, start: int, stop: int) -> None:
         """Make the mapped pages of a source absent that hold rows from ``start`` to ``stop``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trajstore.store.stream_reader import MappedObject, StreamReader
 
 _MAX_MAPS = 20_000  # Linux allows a process 65,530 by default
+TOUCH_S = 30.0  # between looking whether files that may be removed still have their names
 
 
 class ObjectMaps:
@@ -26,8 +27,10 @@ class ObjectMaps:
         """Whether no more objects should be mapped; the owner forgets all mapped pages and calls `clear`."""
         return self.n >= _MAX_MAPS
 
-    def get(self, reader: StreamReader, path: str, chunk: int) -> MappedObject:
+    def get(self, reader: StreamReader, path: str, chunk: int) -> MappedObject | None:
         """Return the object that holds a chunk of a field; maps it if necessary.
+
+        None if no file of this machine has all of the object.
 
         Raises:
             ChunkError: It is missing, or its index is damaged.
@@ -35,9 +38,25 @@ class ObjectMaps:
         maps = self._maps.setdefault((reader.record.folder, path), {})
         number = reader.object_number(f"steps/{path}", chunk)
         mapped = maps.get(number)
-        if mapped is None:
-            mapped = maps.setdefault(number, reader.map_object(f"steps/{path}", number))
+        if mapped is None and (found := reader.map_object(f"steps/{path}", number)) is not None:
+            mapped = maps.setdefault(number, found)
         return mapped
+
+    def drop_gone(self) -> list[tuple[str, str, int]]:
+        """Note that all files are used, and unmap those that lost their names.
+
+        Returns:
+            Folder, field and number of the objects that were unmapped.
+        """
+        gone = [
+            (folder, path, number)
+            for (folder, path), maps in self._maps.items()
+            for number, mapped in maps.items()
+            if not mapped.file.touch(2 * TOUCH_S)
+        ]
+        for key in gone:
+            self.drop(*key)
+        return gone
 
     def drop(self, folder: str, path: str, number: int) -> None:
         """Unmap one object."""

@@ -60,7 +60,7 @@ class OversizedBatches:
         pages = np.unique(page_of)
         missing = column.table.missing(pages)
         pages = np.concatenate([np.setdiff1d(pages, missing), missing])
-        n_fit = max(1, column.table.n_unpinned)
+        n_fit = max(1, column.n_unpinned)
         for first in range(0, len(pages), n_fit):
             part = pages[first : first + n_fit]
             self._loader.tick += 1
@@ -78,7 +78,7 @@ class OversizedBatches:
         missing = table.missing(pages)
         self._stats.hits += len(pages) - len(missing)
         table.touch(pages, self._loader.tick)
-        loaded = missing[: max(table.n_empty, table.n_unpinned // _REPLACED_FRACTION)]
+        loaded = missing[: max(table.n_empty, column.n_unpinned // _REPLACED_FRACTION)]
         if len(loaded):
             self._loader.load([(column, loaded)])
         out, slots = flat.view(torch.uint8).numpy().reshape(-1), table.slots(page_of)

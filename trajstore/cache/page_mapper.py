@@ -18,9 +18,10 @@ from trajstore.cache.cache_stats import CacheStats
 from trajstore.cache.column_pages import ColumnPages
 from trajstore.cache.object_maps import ObjectMaps
 from trajstore.errors import CorruptionError
+from trajstore.format.codec import CRC_BYTES
 from trajstore.schema import Array
 from trajstore.storage import FileMap, Storage
-from trajstore.store.stream_reader import StreamReader
+from trajstore.store.stream_reader import ChunkError, StreamReader
 
 _MIN_TASK_BYTES = 1 << 20  # a thread checks at least this many bytes
 _N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -54,8 +55,11 @@ class PageMapper:
         self._decoders = decoders
         self._stats = stats
 
-    def map_pages(self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array) -> None:
+    def map_pages(self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array) -> Array:
         """Map absent pages of a column, and check the chunks that hold them.
+
+        Returns:
+            Those of the pages that are in no file of this machine: they need slots.
 
         Raises:
             ChunkError: A chunk is damaged or missing. No page of the column is mapped then, so that a file is read
@@ -63,38 +67,50 @@ class PageMapper:
         """
         start = time.perf_counter()
         try:
-            chunks, addresses = self._find(column, readers, pages)
+            chunks, addresses, sizes = self._find(column, readers, pages)
             self._check(column.path, chunks)
-        except BaseException:
+        except BaseException as error:
             column.table.forget_mapped(np.arange(column.table.n_pages))
             self._maps.drop_field(column.path)
+            if isinstance(error, ChunkError) and self._storage.drop_local(error.key):
+                return self.map_pages(column, readers, pages)
             raise
-        column.table.set_mapped(pages, addresses)
-        self._stats.misses += len(pages)
+        found = addresses != 0
+        column.table.set_mapped(pages[found], addresses[found], sizes[found])
+        self._stats.misses += int(found.sum())
         self._stats.bytes_read += sum(chunk.stop - chunk.start for chunk in chunks)
         self._stats.seconds["load"] += time.perf_counter() - start
+        absent: Array = pages[~found]
+        return absent
 
     def _find(
         self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array
-    ) -> tuple[list[_MappedChunk], Array]:
-        """Return the chunks that hold pages, and the memory address of each page."""
+    ) -> tuple[list[_MappedChunk], Array, Array]:
+        """Return the chunks that hold pages, the memory address of each page, and the bytes of its chunk.
+
+        The address of a page that is in no file of this machine is 0.
+        """
         source, page = column.table.locate(pages)
-        chunks: dict[tuple[int, int], _MappedChunk] = {}
-        addresses = np.empty(len(pages), np.int64)
+        chunks: dict[tuple[int, int], _MappedChunk | None] = {}
+        addresses, sizes = np.zeros((2, len(pages)), np.int64)
         for i, (s, p) in enumerate(zip(source.tolist(), page.tolist(), strict=True)):
             reader = readers[s]
             assert reader is not None  # the index has rows of this stream, so it exists
             pages_per_chunk = reader.pages_per_chunk(f"steps/{column.path}", column.page_rows)
             number, position = divmod(p, pages_per_chunk)
-            chunk = chunks.get((s, number))
-            if chunk is None:
-                chunk = chunks[s, number] = self._map(reader, column.path, number)
+            if (s, number) not in chunks:
+                chunks[s, number] = self._map(reader, column.path, number)
+            if (chunk := chunks[s, number]) is None:
+                continue
             at = 0 if chunk.has_blocks else position * column.page_bytes
+            sizes[i] = chunk.stop - chunk.start - CRC_BYTES
             addresses[i] = chunk.file.address + chunk.start + at + (BLOCKED if chunk.has_blocks else 0)
-        return list(chunks.values()), addresses
+        return [chunk for chunk in chunks.values() if chunk is not None], addresses, sizes
 
-    def _map(self, reader: StreamReader, path: str, number: int) -> _MappedChunk:
+    def _map(self, reader: StreamReader, path: str, number: int) -> _MappedChunk | None:
         mapped = self._maps.get(reader, path, number)
+        if mapped is None:
+            return None
         start, stop = reader.find_chunk(f"steps/{path}", number, mapped)
         mapped.file.prefetch(start, stop)  # the disk reads all chunks of the batch at once
         has_blocks = reader.can_map_blocks(f"steps/{path}")
@@ -117,13 +133,18 @@ class PageMapper:
 
     def find_damage(self, column: ColumnPages, readers: Sequence[StreamReader | None], pages: Array) -> None:
         """Read the chunks of mapped pages again, one of which could not be decoded; see `map_pages`."""
-        mapped = pages[column.table.are_mapped(pages)]
+        mapped = pages[(column.table.slots(pages) < 0) & ~column.table.are_absent(pages)]
         column.table.forget_mapped(np.arange(column.table.n_pages))
-        chunks, _ = self._find(column, readers, mapped)
+        chunks, _, _ = self._find(column, readers, mapped)
         path = f"steps/{column.path}"
         for chunk in chunks:
             out = np.empty(column.page_bytes, np.uint8)
-            chunk.reader.decode_chunk(path, chunk.number, chunk.file.view(chunk.start, chunk.stop), out)
+            encoded = bytes(chunk.file.view(chunk.start, chunk.stop))
+            try:
+                chunk.reader.decode_chunk(path, chunk.number, encoded, out)
+            except ChunkError as error:
+                if not self._storage.drop_local(error.key):
+                    raise
         raise CorruptionError(
             f"field '{column.path}': a mapped chunk changed after it was checked, and is whole again; draw again"
         )

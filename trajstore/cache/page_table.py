@@ -48,7 +48,10 @@ class PageTable:
         is_direct: Page ``i`` lies in slot ``i`` or nowhere, so virtual rows are arena rows.
         slot_of_page: By page: its slot; -1 if the page lies nowhere; below that, the negative of the memory address
             of a page in a mapped file, or of a chunk plus `block_decoders.BLOCKED` if it has to be decoded.
+        bytes_of_page: By page: if it is a chunk that has to be decoded, its size as it was when it was checked,
+            without its checksum; otherwise undefined.
         first_virtual_row: By source: the virtual row of its row 0.
+        can_map: By source: whether its pages can be mapped.
         layout_version: Rises when `first_virtual_row` changes.
     """
 
@@ -67,6 +70,7 @@ class PageTable:
         self.n_pinned = 0
         self.is_direct = True
         self.slot_of_page = GrowableArray(np.int64, device)
+        self.bytes_of_page = GrowableArray(np.int64, torch.device("cpu"))
         self.first_virtual_row = GrowableArray(np.int64, device)
         self._version = version
         self._was_complete = True  # when the version was advanced last
@@ -74,7 +78,7 @@ class PageTable:
         self._kernels = kernels
         self._last_tick = np.zeros(0, np.int64)  # by page: the tick at which `distinct_pages` last found it
         self._capacity: list[int] = []  # by source: pages in its range
-        self._can_map = np.zeros(0, bool)  # by source: whether its pages can be mapped
+        self.can_map = np.zeros(0, bool)
         self._n_rows: list[int] = []  # by source: rows known
         self._first_used: list[int] = []  # by source: the first page that was not evicted
         self._n_used = 0  # pages that hold rows that can be asked for
@@ -88,11 +92,6 @@ class PageTable:
     @property
     def n_slots(self) -> int:
         return len(self._slot_page)
-
-    @property
-    def n_unpinned(self) -> int:
-        """Slots that a batch may use."""
-        return self.n_slots - self.n_pinned
 
     @property
     def n_empty(self) -> int:
@@ -122,17 +121,12 @@ class PageTable:
     @property
     def maps_pages(self) -> bool:
         """Whether pages that can be mapped are mapped: not all pages have a slot."""
-        return bool(self._can_map.any()) and not self.has_slot_for_every_page
+        return bool(self.can_map.any()) and not self.has_slot_for_every_page
 
     @property
     def n_slot_pages(self) -> int:
         """Pages that need a slot: they can't be mapped."""
-        return sum(n for n, can_map in zip(self._capacity, self._can_map.tolist(), strict=True) if not can_map)
-
-    @property
-    def min_slots(self) -> int:
-        """Slots that the column needs to be read at all."""
-        return min(self.n_pages, self.n_live_pages + MIN_STORED_SLOTS)
+        return sum(n for n, can_map in zip(self._capacity, self.can_map.tolist(), strict=True) if not can_map)
 
     # ---- sources and their rows
 
@@ -152,7 +146,7 @@ class PageTable:
                 `ColumnPages.move_live_rows` adds the rows that it lacks.
             can_map: By source: whether its pages can be mapped; False for sources without an entry.
         """
-        self._can_map = np.array([*can_map, *[False] * (len(n_rows) - len(can_map))], bool)
+        self.can_map = np.array([*can_map, *[False] * (len(n_rows) - len(can_map))], bool)
         for source, n in enumerate(n_rows):
             self._make_room(source, self._count_pages(n))
             self._forget_changed(source, n, is_written=source == written)
@@ -203,6 +197,7 @@ class PageTable:
         self._version.advance()
         self._capacity.append(n_pages)
         self._n_rows.append(0)
+        self.bytes_of_page.rewrite(self.n_pages, np.zeros(n_pages, np.int64))
         self.slot_of_page.rewrite(self.n_pages, np.full(n_pages, _ABSENT))
 
     def _enlarge(self, source: int, n_pages: int) -> None:
@@ -211,6 +206,7 @@ class PageTable:
         first, old = self.first_page(source), self._capacity[source]
         room = max(n_pages, 2 * old)
         if first + old == self.n_pages:
+            self.bytes_of_page.rewrite(self.n_pages, np.zeros(room - old, np.int64))
             self.slot_of_page.rewrite(self.n_pages, np.full(room - old, _ABSENT))
         else:
             self._move_to_end(source, first, old, room)
@@ -226,6 +222,8 @@ class PageTable:
         starts[source] = self.n_pages * self.page_rows
         self.layout_version += 1
         self.first_virtual_row.rewrite(0, starts)
+        sizes = np.append(self.bytes_of_page.host[first : first + old], np.zeros(room - old, np.int64))
+        self.bytes_of_page.rewrite(self.n_pages, sizes)
         table = np.append(self.slot_of_page.host, moved)
         table[first : first + old] = _ABSENT
         self.slot_of_page.rewrite(0, table)
@@ -266,8 +264,9 @@ class PageTable:
         self.n_resident += len(pages)
         self._note_completeness()
 
-    def set_mapped(self, pages: Array, addresses: Array) -> None:
-        """Record that absent pages lie in mapped files, at these memory addresses."""
+    def set_mapped(self, pages: Array, addresses: Array, n_bytes: Array) -> None:
+        """Record that absent pages lie in mapped files, at these memory addresses; see `bytes_of_page`."""
+        self.bytes_of_page.put(pages, n_bytes)
         self.slot_of_page.put(pages, -addresses)
         self.n_mapped += len(pages)
         self._note_completeness()
@@ -318,18 +317,18 @@ class PageTable:
 
     def missing(self, pages: Array) -> Array:
         """Return those of the pages that lie nowhere."""
-        absent: Array = self.slot_of_page.host[pages] == _ABSENT
-        return pages[absent]
+        found: Array = pages[self.are_absent(pages)]
+        return found
 
-    def are_mapped(self, pages: Array) -> Array:
-        """Return which of the pages lie in mapped files, as a mask."""
-        mapped: Array = self.slot_of_page.host[pages] < _ABSENT
-        return mapped
+    def are_absent(self, pages: Array) -> Array:
+        """Return which of the pages lie nowhere, as a mask."""
+        absent: Array = self.slot_of_page.host[pages] == _ABSENT
+        return absent
 
     def mappable(self, pages: Array) -> Array:
         """Return which of the pages can be mapped, as a mask."""
         source, _ = self.locate(pages)
-        can_map: Array = self._can_map[source]
+        can_map: Array = self.can_map[source]
         return can_map
 
     def absent_pages(self, n_most: int) -> Array:

@@ -76,7 +76,7 @@ class RowCopier:
         n_threads = max(1, min(torch.get_num_threads(), len(virtual) // _MIN_THREAD_ROWS))
         bounds = [len(virtual) * i // n_threads for i in range(n_threads + 1)]
         decoders, stride = self._decoders.address(n_threads), self._decoders.stride
-        argument = np.array(column.copy_arguments(wanted[0][1]))
+        argument = np.array(column.addresses())
         loops = self._kernels.block_loops
 
         def copy_part(i: int) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from trajstore.cli.exit_codes import FINE, explain_interrupt, run_command
 from trajstore.cli.output import Facts, format_count, print_facts, progress_bar
-from trajstore.cli.parameters import find_secrets, parse_storage_options
+from trajstore.cli.parameters import find_secrets, parse_disk_cache, parse_storage_options
 from trajstore.datasets.conversion import ConversionReport, export_episodes, import_episodes
 from trajstore.datasets.formats import FORMATS, Format
 from trajstore.errors import DataError, FormatError, SchemaError, TrajstoreError
@@ -95,12 +95,25 @@ def _make_export_command(dataset_format: Format) -> Callable[..., None]:
         at: Annotated[
             str, typer.Option("--at", help="Export the store at this checkpoint: its name or id, or 'latest'.")
         ] = "",
+        disk_cache: Annotated[
+            str,
+            typer.Option(
+                "--disk-cache",
+                help="Keep what is read of a remote store in this local directory, within so many bytes.",
+                metavar="DIRECTORY,BYTES",
+            ),
+        ] = "",
         verify: Annotated[bool, typer.Option(help="Read every episode back and compare it.")] = True,
         as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     ) -> None:
         def work(storage_option: Sequence[str]) -> int:
             options = _check_options(dataset_format, "open_writer", _parse_options(option))
-            store = open_store(url, at=at or None, storage_options=parse_storage_options(storage_option))
+            store = open_store(
+                url,
+                at=at or None,
+                storage_options=parse_storage_options(storage_option),
+                disk_cache=parse_disk_cache(disk_cache),
+            )
             with (
                 explain_interrupt(lambda: _explain_interrupted_export(target)),
                 progress_bar("episodes") as progress,

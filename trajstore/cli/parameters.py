@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from trajstore.cli.exit_codes import UsageError
+from trajstore.storage import DiskCache
 
 _MIN_SECRET_LENGTH = 3  # replacing shorter texts would make messages unreadable
 
@@ -46,7 +47,33 @@ StorageOptions = Annotated[
         "KEY=VALUE",
     ),
 ]
+DiskCacheOption = Annotated[
+    str | None,
+    Option(
+        "--disk-cache",
+        "Keep what is read of a remote store in this local directory, within so many bytes; such as "
+        "/local/nvme,200GiB.",
+        "DIRECTORY,BYTES",
+    ),
+]
 AsJson = Annotated[bool, Option("--json", "Print one JSON document instead of tables.")]
+
+
+def parse_disk_cache(text: str | None) -> DiskCache | None:
+    """Parse ``DIRECTORY,BYTES``.
+
+    Raises:
+        UsageError: The text is malformed.
+    """
+    if not text:
+        return None
+    directory, comma, n_bytes = text.rpartition(",")
+    try:
+        if not comma or not directory:
+            raise ValueError("expected DIRECTORY,BYTES")
+        return DiskCache(directory, int(n_bytes) if n_bytes.isdecimal() else n_bytes)
+    except ValueError as error:
+        raise UsageError(f"--disk-cache: {error}, got {text!r:.80}") from error
 
 
 def parse_storage_options(pairs: Sequence[str] | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import trajstore
 from trajstore.cli.exit_codes import FINE, UsageError, usage_errors
 from trajstore.cli.output import Facts, format_bytes, format_count, format_seconds, make_table, print_facts
-from trajstore.cli.parameters import AsJson, At, Option, StorageOptions, Url
+from trajstore.cli.parameters import AsJson, At, DiskCacheOption, Option, StorageOptions, Url
 from trajstore.cli.stores import open_snapshot
 from trajstore.schema import flatten
 
@@ -37,6 +37,7 @@ def sample(
     ] = "strict",
     n_step: Annotated[int | None, Option("--n-step", "Also sum the rewards over this many steps.")] = None,
     at: At = None,
+    disk_cache: DiskCacheOption = None,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> int:
@@ -47,7 +48,7 @@ def sample(
     if n < 1:
         raise UsageError(f"--n: expected at least 1, got {n}")
     start = time.perf_counter()
-    snapshot = open_snapshot(url, storage_option, at)
+    snapshot = open_snapshot(url, storage_option, at, disk_cache)
     with usage_errors(RuntimeError, AssertionError):  # torch raises these for devices that do not exist
         reader = trajstore.Reader(snapshot, device=device, cache_bytes=cache_bytes, seed=seed)
     facts = _measure(reader, batch, windows, n, start)

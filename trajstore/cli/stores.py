@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import trajstore
 from trajstore.cli.exit_codes import UsageError, damage_of_a_store, usage_errors
-from trajstore.cli.parameters import parse_storage_options
+from trajstore.cli.parameters import parse_disk_cache, parse_storage_options
 from trajstore.errors import FormatError
 from trajstore.storage import open_storage
 from trajstore.store.checkpoints import find
@@ -12,12 +12,14 @@ from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import check_root
 
 
-def open_snapshot(url: str, storage_option: Sequence[str] | None, at: str | None = None) -> Snapshot:
-    """Open a store, at a checkpoint if ``at`` names one."""
+def open_snapshot(
+    url: str, storage_option: Sequence[str] | None, at: str | None = None, disk_cache: str | None = None
+) -> Snapshot:
+    """Open a store, at a checkpoint if ``at`` names one; ``disk_cache`` as `parse_disk_cache` takes it."""
     with usage_errors():
         options = parse_storage_options(storage_option)
         try:
-            store = trajstore.open(check_url(url), storage_options=options)
+            store = trajstore.open(check_url(url), storage_options=options, disk_cache=parse_disk_cache(disk_cache))
         except FormatError:
             check_root(open_storage(url, options))  # raises if this is no store that this version reads
             with damage_of_a_store():

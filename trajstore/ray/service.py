@@ -32,6 +32,7 @@ from trajstore.sampling.batches.outputs import to_batch
 from trajstore.sampling.hindsight import Hindsight
 from trajstore.sampling.windows import Windows
 from trajstore.schema import Schema
+from trajstore.storage import DiskCache
 from trajstore.store.store import Url
 from trajstore.writing.open_episodes import Flags
 from trajstore.writing.validation import Step
@@ -95,6 +96,7 @@ class RayReplayBuffer:
         schema: Schema | None = None,
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
+        disk_cache: DiskCache | None = None,
         actor_options: Mapping[str, Any] | None = None,
         **buffer_options: Unpack[PartitionChanges],
     ) -> RayReplayBuffer:
@@ -108,11 +110,12 @@ class RayReplayBuffer:
             schema: The fields; None: those of the store, or inferred from the first data.
             storage_options: Options for fsspec's filesystem; never stored or shown.
             fsync: Whether commits to a local directory survive a power cut.
+            disk_cache: Where the actors of a machine keep what they read of a remote store, on a local disk.
             actor_options: Options for Ray: resources, ``lifetime="detached"``, ``scheduling_strategy``, ...
             buffer_options: Options of `ReplayBuffer`. They apply to each actor: ``capacity`` and ``cache_bytes``
                 are those of one actor.
         """
-        spec = ServiceSpec.of(url, n_actors, schema, storage_options, fsync, buffer_options, None)
+        spec = ServiceSpec.of(url, n_actors, schema, storage_options, fsync, disk_cache, buffer_options, None)
         return cls(start_actors(spec, name, actor_options or {}), spec)
 
     @classmethod
@@ -125,6 +128,7 @@ class RayReplayBuffer:
         name: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
         fsync: bool = True,
+        disk_cache: DiskCache | None = None,
         actor_options: Mapping[str, Any] | None = None,
         **changes: Unpack[PartitionChanges],
     ) -> RayReplayBuffer:
@@ -137,10 +141,11 @@ class RayReplayBuffer:
             name: As for `start`.
             storage_options: As for `start`.
             fsync: As for `start`.
+            disk_cache: As for `start`.
             actor_options: As for `start`.
             changes: Options that differ from those of the session that saved the checkpoint.
         """
-        spec = ServiceSpec.of(url, n_actors, None, storage_options, fsync, changes, checkpoint)
+        spec = ServiceSpec.of(url, n_actors, None, storage_options, fsync, disk_cache, changes, checkpoint)
         return cls(start_actors(spec, name, actor_options or {}), spec)
 
     @classmethod

@@ -13,6 +13,7 @@ from trajstore.errors import RankError, StoreNotFoundError
 from trajstore.replay.buffer import ReplayBuffer
 from trajstore.replay.options import PartitionChanges, ReplayOptions, check_options
 from trajstore.schema import Schema
+from trajstore.storage import DiskCache
 from trajstore.store.store import Url
 
 
@@ -26,6 +27,7 @@ class ServiceSpec:
         schema: The fields; None: those of the store, or inferred from the first data.
         storage_options: Options for fsspec's filesystem; never shown.
         fsync: Whether commits to a local directory survive a power cut.
+        disk_cache: Where actors keep what they read of a remote store.
         options: Options of every actor's buffer.
         checkpoint: Name or id of the checkpoint that the service continues; None: it does not.
         as_tensordict: Whether handles return batches as TensorDicts; actors do not.
@@ -36,6 +38,7 @@ class ServiceSpec:
     schema: Schema | None
     storage_options: Mapping[str, Any] | None = field(repr=False)
     fsync: bool
+    disk_cache: DiskCache | None
     options: PartitionChanges
     checkpoint: str | None = None
     as_tensordict: bool = False
@@ -47,6 +50,7 @@ class ServiceSpec:
         schema: Schema | None,
         storage_options: Mapping[str, Any] | None,
         fsync: bool,
+        disk_cache: DiskCache | None,
         options: PartitionChanges,
         checkpoint: str | None,
     ) -> ServiceSpec:
@@ -63,7 +67,8 @@ class ServiceSpec:
         as_tensordict = bool(options.get("as_tensordict"))
         plain: PartitionChanges = {**options, "as_tensordict": False}
         return ServiceSpec(
-            os.fspath(url), n_actors, schema, storage_options, fsync, plain, checkpoint, as_tensordict
+            *(os.fspath(url), n_actors, schema, storage_options, fsync, disk_cache),
+            *(plain, checkpoint, as_tensordict),
         )
 
     @property
@@ -78,7 +83,11 @@ def open_partition(spec: ServiceSpec, rank: int, *, is_restart: bool) -> ReplayB
     A new actor creates it, or resumes it from the checkpoint of the spec. An actor that Ray has restarted takes the
     place of its rank again, unless it died before it had joined.
     """
-    place: dict[str, Any] = {"storage_options": spec.storage_options, "fsync": spec.fsync}
+    place: dict[str, Any] = {
+        "storage_options": spec.storage_options,
+        "fsync": spec.fsync,
+        "disk_cache": spec.disk_cache,
+    }
     # Ranks meet through the store even if there is only one, so that a restarted actor can find its world.
     options: dict[str, Any] = {**spec.options, "rank": rank, "world_size": spec.n_actors, "through": "store"}
     if is_restart:

@@ -419,8 +419,8 @@ class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
 
         ``["storage"]["step_bytes"]`` are the bytes of the committed steps that can be sampled; None if other
         sessions wrote some of them and no limit counts bytes. `storage_report` says what else takes bytes, and why.
-        ``["packing"]`` counts streams packed and their objects. A remote store adds its ``requests`` by kind,
-        ``bytes_read`` and ``bytes_written`` of this process, what its ``disk_cache`` holds, and its ``transport``.
+        ``["packing"]`` counts streams packed and their objects. A remote store adds its ``requests`` by kind and
+        bytes of this process, what its ``disk_cache`` holds, and its ``transport`` with the reason.
         """
         session = self._session
         with session.up_to_date() as assembler:

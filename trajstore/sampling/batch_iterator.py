@@ -19,11 +19,11 @@ from trajstore.sampling.batches.batch_plan import BatchPlan
 from trajstore.sampling.batches.cuda_streams import current_event, side_stream, wait_for
 from trajstore.sampling.batches.evicted_windows import are_goals_evicted, evicted_windows
 from trajstore.sampling.batches.outputs import Batch, Ring, to_batch
-from trajstore.sampling.draws import Draws, RandomDraws, StagedDraws
+from trajstore.sampling.draws import Draws, RandomDraws
 from trajstore.sampling.episode_blocks import EpisodeBlockDraws
 from trajstore.sampling.hindsight import GOAL_INDEX
 from trajstore.sampling.priorities.prioritised_draws import PrioritisedDraws
-from trajstore.sampling.segment_loader import SegmentLoader
+from trajstore.sampling.scan_ahead import loader_for
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.schema import Array
 
@@ -126,7 +126,7 @@ class BatchIterator(Iterator[Batch]):
         self._is_over = self._is_closed = False
         self._turn = threading.Lock()  # held by the thread whose turn it is to take a batch
         self._threads = BackgroundPool(1, "trajstore-prefetch") if prefetch else None
-        self._loader = SegmentLoader(assembler, draws) if isinstance(draws, StagedDraws) else None
+        self._loader = loader_for(assembler, draws, prefetch)
 
     # ---- delivering batches
 
@@ -273,6 +273,8 @@ class BatchIterator(Iterator[Batch]):
 
     def _fill(self) -> None:
         """Draw batches until the queue holds one more than ``prefetch``."""
+        if self._loader is not None:
+            self._loader.follow()
         while self._draw_next():
             if self._loader is not None:
                 self._loader.follow()

@@ -13,6 +13,7 @@ import torch
 from trajstore.arguments import check_positive
 from trajstore.errors import DataError
 from trajstore.sampling.batches.batch_assembler import BatchAssembler, Where, WindowKind
+from trajstore.sampling.index.entry_rows import EntryRows
 from trajstore.sampling.permutation import Permutation
 from trajstore.sampling.rng import CounterRng
 from trajstore.sampling.window_starts import DrawnWindows, concat_drawn
@@ -152,23 +153,45 @@ class _FrozenWindows:
 
     def draws(self, numbers: Array, rng: CounterRng) -> DrawnWindows:
         """Return the windows with these numbers, without those that were evicted."""
-        sums, stream, episode, t_base, usable = self._episodes
+        (sums, _, _, _, usable), index, windows = self._episodes, self._assembler.index, self.kind.windows
         at = np.searchsorted(sums, numbers, side="right")
         offset = numbers - np.where(at > 0, sums[at - 1], 0)
-        windows = self.kind.windows
         start = windows.start(torch.from_numpy(offset), torch.from_numpy(usable[at])).numpy()
-        index, entry = self._assembler.index, at
         if not index.n:
             return DrawnWindows(*(torch.empty(0, dtype=torch.int64, device=index.device) for _ in range(2)))
-        if self._version != index.version:
-            streams = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
-            entry = index.find(streams[stream[at]], episode[at])
-        n_evicted = np.where(entry >= 0, index.t_base.host[entry] - t_base[at], 0)
+        entry, n_evicted = self._entries(at)
         # Steps are evicted from the front of an episode. Windows that start behind them remain.
         kept = (entry >= 0) & ((n_evicted == 0) | (start - n_evicted >= windows.lead))
         self.kind.starts.update()
         entries, starts = (torch.from_numpy(a[kept]).to(self._assembler.device) for a in (entry, start - n_evicted))
         return self.kind.starts.with_n(DrawnWindows(entries, starts), rng)
+
+    def _entries(self, at: Array) -> tuple[Array, Array]:
+        """The index entries of numbered episodes, -1 for evicted ones, and how many steps they have lost."""
+        _, stream, episode, t_base, _ = self._episodes
+        index, entry = self._assembler.index, at
+        if self._version != index.version:
+            streams = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
+            entry = index.find(streams[stream[at]], episode[at])
+        return entry, np.where(entry >= 0, index.t_base.host[entry] - t_base[at], 0)
+
+    def rows(self, start: int, stop: int) -> EntryRows:
+        """Return the rows that the windows with numbers ``[start, stop)`` have, and perhaps a few more."""
+        sums, usable = self._episodes[0], self._episodes[4]
+        if not self._assembler.index.n:
+            return EntryRows.none()
+        first, last = np.searchsorted(sums, [start, stop - 1], side="right")
+        at = np.arange(first, last + 1)
+        before = np.where(at > 0, sums[at - 1], 0)
+        low, high = np.maximum(start - before, 0), np.minimum(stop, sums[at]) - before
+        chosen = high > low
+        at, low, high = at[chosen], low[chosen], high[chosen]
+        windows, n = self.kind.windows, torch.from_numpy(usable[at])
+        low, high = (windows.start(torch.from_numpy(offset), n).numpy() for offset in (low, high - 1))
+        entry, n_evicted = self._entries(at)
+        reach = windows.size * windows.stride + max(windows.n_range[1] if windows.n_step is not None else 0, 1)
+        rows = EntryRows(entry, low - n_evicted - windows.burn_in * windows.stride, high - n_evicted + reach)
+        return rows.take(entry >= 0)
 
     def state_dict(self) -> State:
         return {"streams": self._streams, "episodes": torch.from_numpy(self._episodes)}
@@ -261,14 +284,43 @@ class EpochDraws:
 
     def _numbers(self, n: int) -> Array | None:
         """Return at most ``n`` next numbers of this part, up to the end of the current batch; None at the end."""
-        size, start = self._batch_size, self._position
+        start = self._position
         if start >= self._frozen.total:
             return None
-        stop = min(start + n, start - start % size + size, self._frozen.total)
-        self._position = stop if stop % size else stop + (self._n_parts - 1) * size
-        if stop == self._frozen.total:
-            self._position = stop
+        stop, self._position = self._next(start, n)
         return self._order(start, stop) if self._shuffle else np.arange(start, stop)
+
+    def _next(self, start: int, n: int) -> tuple[int, int]:
+        """The end of at most ``n`` numbers from ``start`` on in one batch, and where the next ones begin."""
+        size = self._batch_size
+        stop = min(start + n, start - start % size + size, self._frozen.total)
+        if stop == self._frozen.total or stop % size:
+            return stop, stop
+        return stop, stop + (self._n_parts - 1) * size
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether windows are drawn in order of arrival."""
+        return not self._shuffle
+
+    @property
+    def position(self) -> int:
+        """Where the next batch begins."""
+        return self._position
+
+    def steps_between(self, start: int, stop: int) -> int:
+        """About how many steps the windows between two positions have that other windows do not have."""
+        return (stop - start) // self._n_parts
+
+    def rows_ahead(self, position: int, n: int) -> tuple[EntryRows, int] | None:
+        """The rows of at most ``n`` windows from a position on, and the position after them; None at the end."""
+        if position >= self._frozen.total:
+            return None
+        if self._n_parts == 1:
+            stop = after = min(position + n, self._frozen.total)
+        else:
+            stop, after = self._next(position, n)
+        return self._frozen.rows(position, stop), after
 
     def state_dict(self) -> State:
         return {

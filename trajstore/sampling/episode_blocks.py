@@ -14,6 +14,7 @@ from trajstore.errors import DataError
 from trajstore.format.spans import expand_counts
 from trajstore.sampling.batches.batch_assembler import BatchAssembler, WindowKind
 from trajstore.sampling.batches.batch_plan import BatchPlan
+from trajstore.sampling.index.entry_rows import EntryRows
 from trajstore.sampling.index.index_entries import HAS_FINAL, TERMINATED
 from trajstore.sampling.window_starts import DrawnWindows
 from trajstore.sampling.windows import Windows
@@ -98,10 +99,8 @@ class EpisodeBlockDraws:
     def draw(self) -> tuple[WindowKind, DrawnWindows] | None:
         """The steps of the next block; None at the end."""
         while self._n_drawn < len(self._stops):
-            start = int(self._stops[self._n_drawn - 1]) if self._n_drawn else 0
-            stop = int(self._stops[self._n_drawn])
             self._n_drawn += 1
-            entry, position = self._steps(*self._episodes[:, start:stop])
+            entry, position = self._steps(*self._blocks(self._n_drawn - 1, self._n_drawn))
             if len(entry):
                 device = self._assembler.device
                 return self.kind, DrawnWindows(*(torch.from_numpy(a).to(device) for a in (entry, position)))
@@ -110,13 +109,52 @@ class EpisodeBlockDraws:
     def _steps(self, stream: Array, episode: Array, first_t: Array, stop_t: Array) -> tuple[Array, Array]:
         """Index entries and positions of the steps of these episodes that are still present."""
         index = self._assembler.index
-        numbers = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
-        entry = index.find(numbers[stream], episode)
+        entry = self._entries(stream, episode)
         base = np.where(entry >= 0, index.t_base.host[entry], stop_t) if index.n else stop_t
         n_left = (stop_t - np.maximum(base, first_t)).clip(0)
         self.n_skipped += int((stop_t - first_t - n_left).sum())
         owner, number = expand_counts(n_left)
         return entry[owner], number + (np.maximum(base, first_t) - base)[owner]
+
+    def _entries(self, stream: Array, episode: Array) -> Array:
+        """Index entries of episodes; -1 for evicted ones."""
+        index = self._assembler.index
+        numbers = np.array([index.numbers.get(name, -1) for name in self._streams], np.int64)
+        entries: Array = index.find(numbers[stream], episode)
+        return entries
+
+    @property
+    def is_in_order(self) -> bool:
+        """Always: blocks come in order of arrival."""
+        return True
+
+    @property
+    def position(self) -> int:
+        """The number of the next block."""
+        return self._n_drawn
+
+    def steps_between(self, start: int, stop: int) -> int:
+        """Number of steps of the blocks from one to before another."""
+        _, _, first, end = self._blocks(start, stop)
+        return int((end - first).sum())
+
+    def rows_ahead(self, position: int, n: int) -> tuple[EntryRows, int] | None:
+        """The rows of blocks of about ``n`` steps from a block on, and the number of the block after them."""
+        if position >= len(self._stops):
+            return None
+        stop = position + 1
+        while stop < len(self._stops) and self.steps_between(position, stop + 1) <= n:
+            stop += 1
+        stream, episode, _, _ = self._blocks(position, stop)
+        entry = self._entries(stream, episode)
+        entry = entry[entry >= 0]
+        logical = self._assembler.index.logical.host
+        return EntryRows(entry, np.zeros_like(entry), logical[entry + 1] - logical[entry]), stop
+
+    def _blocks(self, start: int, stop: int) -> Array:
+        """The episodes of blocks ``[start, stop)``."""
+        first, end = (int(self._stops[i - 1]) if i else 0 for i in (start, stop))
+        return self._episodes[:, first:end]
 
     def state_dict(self) -> dict[str, Any]:
         episodes = torch.from_numpy(np.append(self._episodes, [_blocks_of(self._stops)], 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,12 +12,16 @@ from typing import Any
 
 from trajstore.arguments import parse_bytes
 from trajstore.errors import StorageError
+from trajstore.storage.completer import Completer
 from trajstore.storage.disk_files import BLOCK_BYTES, DiskFiles
+from trajstore.storage.file_maps import FileMap, can_map_files
 from trajstore.storage.interface import Place, Storage
 from trajstore.storage.layers import StorageLayer
 
 _STREAMS = "streams"
-_COUNTS = ("hits", "misses", "bytes_hit", "bytes_missed")
+_COUNTS = ("hits", "misses", "mapped", "bytes_hit", "bytes_missed")
+_MIN_PLACES = 8  # a thread reads at least this many
+_N_CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _Span = tuple[int, int | None]  # bytes [start, stop) of an object; all of it without stop
 
 
@@ -75,6 +80,8 @@ class DiskCachedStorage(StorageLayer):
         root = Path(options.directory) / "trajstore-1"
         _check_owner(root)
         self._files = DiskFiles(root, parse_bytes(options.budget_bytes, "budget_bytes"))
+        self._completer = Completer(inner, self._files)
+        self._refused: set[str] = set()  # files that were damaged where they were mapped
         # Ids of streams are unique, so the display name need not tell apart servers with equal buckets.
         self._folder = hashlib.sha256(self.display.encode()).hexdigest()[:16]
         self._rows: dict[str, dict[str, _Rows]] = {}  # by folder of a stream and path of the array
@@ -87,6 +94,7 @@ class DiskCachedStorage(StorageLayer):
     def reset_locks(self) -> None:
         super().reset_locks()
         self._files.reset_locks()
+        self._completer.reset_locks()
 
     @property
     def keeps_objects(self) -> bool:
@@ -106,6 +114,7 @@ class DiskCachedStorage(StorageLayer):
         with self._lock:
             own = dict(self._counts)
         own |= {"bytes_written": files.bytes_written, "evictions": files.evictions, "damaged": files.damaged}
+        own["completed"] = self._completer.n_completed
         return {**self.inner.stats(), "disk_cache": {**own, "is_full": files.is_paused}}
 
     # ---- reading
@@ -124,7 +133,7 @@ class DiskCachedStorage(StorageLayer):
 
     def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
         copies = [self._copy_of(key) for key, _, _ in places]
-        found = [self._read(copy, place) for copy, place in zip(copies, places, strict=True)]
+        found = self._read_all(copies, places)
         absent = [i for i, data in enumerate(found) if data is None]
         kept = [i for i in absent if copies[i] is not None]
         self._count(found, copies, [places[i] for i in kept])
@@ -134,8 +143,18 @@ class DiskCachedStorage(StorageLayer):
                 found[i] = data
         return [data for data in found if data is not None]
 
-    def _read(self, copy: _Copy | None, place: Place) -> bytes | None:
-        return None if copy is None else self._files.read(copy.name, place[1], place[2])
+    def _read_all(self, copies: Sequence[_Copy | None], places: Sequence[Place]) -> list[bytes | None]:
+        """What the disk has of each place, read by several threads if there are many."""
+        found: list[bytes | None] = [None] * len(places)
+        n_tasks = min(len(places) // _MIN_PLACES, _N_CPUS) or 1
+
+        def read_part(task: int) -> None:
+            for i in range(task, len(places), n_tasks):
+                if (copy := copies[i]) is not None:
+                    found[i] = self._files.read(copy.name, *places[i][1:])
+
+        self.map(read_part, range(n_tasks))
+        return found
 
     def _count(
         self, found: Sequence[bytes | None], copies: Sequence[_Copy | None], absent: Sequence[Place]
@@ -173,7 +192,34 @@ class DiskCachedStorage(StorageLayer):
             ends = [p[1] + len(data) for p, data in some if p[2] is None or len(data) < p[2] - p[1]]
             size = min(ends) if ends else None
             blocks = [(place[1], data) for place, data in some if data]
-            self._files.write(copies[key].name, blocks, size, whole=copies[key].is_whole)
+            has_all = len(blocks) == 1 and blocks[0][0] == 0 and len(blocks[0][1]) == size
+            self._files.write(copies[key].name, blocks, size, whole=has_all or copies[key].is_whole)
+
+    # ---- mapping
+
+    @functools.cached_property
+    def may_map(self) -> bool:
+        return can_map_files(Path(self._options.directory))
+
+    def map_if_local(self, key: str) -> FileMap | None:
+        copy = self._copy_of(key)
+        if copy is None or copy.name in self._refused:
+            return None
+        file = self._files.map(copy.name)
+        if file is not None:
+            with self._lock:
+                self._counts["mapped"] += 1
+        elif not copy.is_whole:
+            self._completer.note(key, copy.name)
+        return file
+
+    def drop_local(self, key: str) -> bool:
+        copy = self._copy_of(key)
+        if copy is None or copy.name in self._refused:
+            return False
+        self._refused.add(copy.name)
+        self._files.drop_damaged(copy.name)
+        return True
 
     # ---- which objects are kept
 

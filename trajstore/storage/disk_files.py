@@ -23,17 +23,22 @@ from pathlib import Path
 import crc32c
 import numpy as np
 
+from trajstore.storage.file_maps import FileMap
+
 BLOCK_BYTES = 16 << 10
 MAX_OBJECT_BYTES = 1 << 30  # what lies behind in an object is not kept
 _MARKS_AT = 4096
 _DATA_AT = _MARKS_AT + 4 * (MAX_OBJECT_BYTES // BLOCK_BYTES)
 _SIZE = struct.Struct("<4sIQ")  # "TJC1", checksum of the size, size
 _MAGIC = b"TJC1"
+_WHOLE = b"TJCW"  # the same of a file that got its name after all of its blocks were written
 _OVERHEAD_BYTES = 3 * 4096  # of one file: header, marks, directory
 _EVICT_TO = 0.9  # share of the budget that eviction leaves, so that it is rare
 _LOCK_S = 1.0
 _PAUSE_S = 60.0  # without new files, after the disk refused one
 _TOUCH_NS = 1_000_000_000
+_RECOUNT_S = 10.0  # between scans that only count
+USED_S = 60.0  # a file that was mapped counts as used for so long
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +65,7 @@ class DiskFiles:
         self._budget = budget
         self._paused_until = 0.0
         self._has_warned = False
+        self._recount_at = 0.0
         self._counting = threading.Lock()
 
     @property
@@ -95,6 +101,41 @@ class DiskFiles:
             os.close(descriptor)
         return data
 
+    def is_whole(self, name: str) -> bool:
+        """Whether a file has all of its object, so that it can be mapped."""
+        try:
+            descriptor = os.open(self._objects / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return False
+        try:
+            return os.pread(descriptor, len(_WHOLE), 0) == _WHOLE
+        except OSError:
+            return False
+        finally:
+            os.close(descriptor)
+
+    def map(self, name: str) -> FileMap | None:
+        """An object in the address space of the process, unchecked; None if some of it is absent.
+
+        It stays there when its file is removed. No file with a whole object is ever written to or cut off.
+        """
+        path = self._objects / name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if os.pread(descriptor, len(_WHOLE), 0) != _WHOLE:
+                    return None
+                size, file = _read_size(descriptor), FileMap(path, _DATA_AT, descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return None
+        if file.size != size:
+            self._drop_damaged(path)
+            return None
+        file.touch(USED_S)
+        return file
+
     def _read_blocks(self, descriptor: int, path: Path, start: int, stop: int, size: int | None) -> bytes | None:
         first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         known = os.pread(descriptor, 4 * (last - first), _MARKS_AT + 4 * first)
@@ -108,6 +149,10 @@ class DiskFiles:
             return None
         return data[start - low : stop - low]
 
+    def drop_damaged(self, name: str) -> None:
+        """Remove a file whose bytes turned out to be wrong, and count it."""
+        self._drop_damaged(self._objects / name)
+
     def _drop_damaged(self, path: Path) -> None:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -117,24 +162,35 @@ class DiskFiles:
 
     # ---- writing
 
-    def write(self, name: str, pieces: Collection[tuple[int, bytes]], size: int | None, *, whole: bool) -> bool:
+    def write(
+        self,
+        name: str,
+        pieces: Collection[tuple[int, bytes]],
+        size: int | None,
+        *,
+        whole: bool,
+        may_evict: bool = True,
+    ) -> bool:
         """Keep pieces of an object; returns whether they were kept.
 
         Args:
             name: Path of the file.
             pieces: Where each piece begins, at a block, and its bytes: whole blocks, except at the object's end.
             size: Size of the object, if it is known.
-            whole: The pieces are all of the object. The file appears at once with all of them, because its object
-                may be replaced by one with other bytes.
+            whole: The pieces are all of the object. The file appears at once with all of them, so that it can be
+                mapped, or because its object may be replaced by one with other bytes.
+            may_evict: Whether other files are removed to make room for it.
         """
         pieces = [(start, data) for start, data in pieces if start + len(data) <= MAX_OBJECT_BYTES]
         n_bytes = sum(-(-len(data) // 4096) * 4096 for _, data in pieces) + _OVERHEAD_BYTES
         if not pieces or self.is_paused:
             return False
         try:
-            if not self._reserve(n_bytes):
+            if not self._reserve(n_bytes, may_evict=may_evict):
                 return False
             self._write_file(self._objects / name, pieces, size, whole=whole)
+        except FileNotFoundError:  # somebody empties the cache
+            return False
         except OSError as error:
             self._pause(error)
             return False
@@ -149,22 +205,35 @@ class DiskFiles:
         try:
             descriptor = self._open(target)
             try:
+                if whole and size and hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(descriptor, _DATA_AT, size)  # a mapped page must have its place on the disk
                 for start, data in pieces:
                     _write_at(descriptor, data, _DATA_AT + start)
                     # After the data: a process that is killed in between leaves the block absent.
                     _write_at(descriptor, _marks(data).tobytes(), _MARKS_AT + 4 * (start // BLOCK_BYTES))
                 if size is not None:
                     number = size.to_bytes(8, "little")
-                    _write_at(descriptor, _SIZE.pack(_MAGIC, crc32c.crc32c(number), size), 0)
+                    magic = _WHOLE if whole else _MAGIC
+                    _write_at(descriptor, _SIZE.pack(magic, crc32c.crc32c(number), size), 0)
             finally:
                 os.close(descriptor)
             if whole:
-                os.replace(target, path)
+                self._replace(target, path)
         except BaseException:
             if whole:
                 with contextlib.suppress(OSError):
                     os.unlink(target)
             raise
+
+    def _replace(self, target: Path, path: Path) -> None:
+        try:
+            n_freed = os.stat(path).st_blocks * 512
+        except FileNotFoundError:
+            n_freed = 0
+        os.replace(target, path)
+        with self._locked() as counter:
+            if n_freed and counter is not None and len(known := os.pread(counter, 8, 0)) == 8:
+                os.pwrite(counter, max(0, int.from_bytes(known, "little") - n_freed).to_bytes(8, "little"), 0)
 
     def _open(self, path: Path) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -194,8 +263,8 @@ class DiskFiles:
 
     # ---- the budget
 
-    def _reserve(self, n_bytes: int) -> bool:
-        """Count bytes that are about to be written; makes room for them if necessary.
+    def _reserve(self, n_bytes: int, *, may_evict: bool = True) -> bool:
+        """Count bytes that are about to be written; makes room for them if necessary and allowed.
 
         Returns:
             False if there is no room, or another process holds the lock for long.
@@ -208,10 +277,29 @@ class DiskFiles:
             known = os.pread(counter, 8, 0)
             used = int.from_bytes(known, "little") if len(known) == 8 else self._evict(self._budget)
             if used + n_bytes > self._budget:
+                if not may_evict:
+                    return False
                 used = self._evict(min(self._budget - n_bytes, int(self._budget * _EVICT_TO)))
             has_room = used + n_bytes <= self._budget
             os.pwrite(counter, (used + n_bytes * has_room).to_bytes(8, "little"), 0)
             return has_room
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether so many bytes fit in the budget without removing anything."""
+        try:
+            with self._locked() as counter:
+                if counter is None:
+                    return False
+                known = os.pread(counter, 8, 0)
+                used = int.from_bytes(known, "little") if len(known) == 8 else self._budget
+                if used + n_bytes + _OVERHEAD_BYTES > self._budget and time.monotonic() >= self._recount_at:
+                    used = self._evict(self._budget)  # files that were removed are still counted
+                    os.pwrite(counter, used.to_bytes(8, "little"), 0)
+                    self._recount_at = time.monotonic() + _RECOUNT_S
+                return used + n_bytes + _OVERHEAD_BYTES <= self._budget
+        except OSError as error:
+            self._pause(error)
+            return False
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int | None]:
@@ -282,7 +370,7 @@ def _read_size(descriptor: int) -> int | None:
     if len(head) < _SIZE.size:
         return None
     magic, checksum, size = _SIZE.unpack(head)
-    is_known = magic == _MAGIC and checksum == crc32c.crc32c(size.to_bytes(8, "little"))
+    is_known = magic in (_MAGIC, _WHOLE) and checksum == crc32c.crc32c(size.to_bytes(8, "little"))
     return int(size) if is_known else None
 
 

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +39,60 @@ def _libc() -> Any:
 class FileMap:
     """A file, mapped for reading. It stays as it was when it was mapped, even if its name is deleted or replaced.
 
+    Args:
+        path: The file.
+        offset: Bytes at its beginning that are left out.
+        descriptor: Reads it, if it is open already; it is left open.
+
     Attributes:
         address: Memory address of the first byte; valid as long as this object exists.
         size: Number of bytes.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.address = 0
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    def __init__(self, path: str | os.PathLike[str], offset: int = 0, descriptor: int | None = None) -> None:
+        self.address = self._start = 0
+        self._path = path
+        used = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)) if descriptor is None else descriptor
         try:
-            self.size = os.fstat(descriptor).st_size
+            status = os.fstat(used)
+            self._identity = status.st_dev, status.st_ino
+            self._n_mapped = status.st_size
+            self.size = max(0, status.st_size - offset)
             if self.size:
-                self._map(descriptor)
+                self._map(used, offset)
         finally:
-            os.close(descriptor)
+            if descriptor is None:
+                os.close(used)
 
-    def _map(self, descriptor: int) -> None:
+    def _map(self, descriptor: int, offset: int) -> None:
         libc = _libc()
-        address = libc.mmap(None, self.size, _PROT_READ, _MAP_SHARED, descriptor, 0)
+        address = libc.mmap(None, self._n_mapped, _PROT_READ, _MAP_SHARED, descriptor, 0)
         if address in (None, _FAILED):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        self.address = int(address)
+        self._start = int(address)
+        self.address = self._start + offset
         self._unmap = libc.munmap  # found here: modules may be gone when the interpreter ends
         # Rows are read in random order: the system need not read ahead.
-        libc.madvise(self.address, self.size, _RANDOM)
+        libc.madvise(self._start, self._n_mapped, _RANDOM)
+
+    def touch(self, seconds: float) -> bool:
+        """Note by its time of change that the file is used, also in the next ``seconds``.
+
+        Returns:
+            Whether the file still has its name. Without it, its space is not free before it is unmapped.
+        """
+        try:
+            status = os.stat(self._path)
+            if (status.st_dev, status.st_ino) != self._identity:
+                return False
+            until = time.time() + seconds
+            os.utime(self._path, (until, until))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            pass  # it is used all the same, but others can't see it
+        return True
 
     def view(self, start: int, stop: int) -> memoryview:
         """The bytes from ``start`` to ``stop``, read-only. The file stays mapped as long as the view exists."""
@@ -73,12 +103,12 @@ class FileMap:
 
     def prefetch(self, start: int, stop: int) -> None:
         """Let the system read bytes from the disk, without waiting for it."""
-        first = start // _PAGE_BYTES * _PAGE_BYTES
-        _libc().madvise(self.address + first, stop - first, _WILL_NEED)
+        first = (self.address + start) // _PAGE_BYTES * _PAGE_BYTES
+        _libc().madvise(first, self.address + stop - first, _WILL_NEED)
 
     def __del__(self) -> None:
-        if self.address:
-            self._unmap(self.address, self.size)
+        if self._start:
+            self._unmap(self._start, self._n_mapped)
 
 
 class _MappedBytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -28,11 +28,20 @@ Place = tuple[str, int, int | None]  # an object's key, and bytes [start, stop) 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """One object to put. ``make`` is called when its turn comes, so that few encoded objects exist at a time."""
+    """One object to put. ``make`` is called when its turn comes, so that few encoded objects exist at a time.
+
+    Attributes:
+        key: Which object.
+        make: Returns its bytes.
+        expect: What is there already; see `Storage.put`.
+        make_pieces: Yields the same bytes in pieces, for a backend that can write them one after the other;
+            None: use `make`.
+    """
 
     key: str
     make: Callable[[], bytes | memoryview]
     expect: str = ANY
+    make_pieces: Callable[[], Iterator[bytes | memoryview]] | None = None
 
 
 class Storage:
@@ -54,7 +63,7 @@ class Storage:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._executor: BackgroundPool | None = None
+        self._executors: dict[int, BackgroundPool] = {}  # by number of threads
         self._executor_pid = 0
         _alive.add(self)
 
@@ -116,6 +125,22 @@ class Storage:
             FileNotFoundError: It does not exist.
         """
         raise NotImplementedError
+
+    @property
+    def may_map(self) -> bool:
+        """Whether `map_if_local` may find objects, now or later."""
+        return self.can_map
+
+    def map_if_local(self, key: str) -> FileMap | None:
+        """As `map_object`; None if no file of this machine has the object, or not all of it.
+
+        Its bytes were not checked: call `drop_local` if they turn out to be damaged.
+        """
+        return self.map_object(key)
+
+    def drop_local(self, key: str) -> bool:
+        """Remove a damaged copy that `map_if_local` found; returns False if the object itself is damaged."""
+        return False
 
     def size(self, key: str) -> int:
         """The size of an object in bytes, never from a cache."""
@@ -237,18 +262,20 @@ class Storage:
         """
         if len(items) <= 1:
             return [function(item) for item in items]
-        futures = [self._threads().submit(function, item) for item in items]
+        threads = self._threads(self.n_threads)
+        futures = [threads.submit(function, item) for item in items]
         errors = [error for future in futures if (error := future.exception()) is not None]
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
 
-    def _threads(self) -> BackgroundPool:
+    def _threads(self, n_threads: int) -> BackgroundPool:
         with self._lock:
-            if self._executor is None or self._executor_pid != os.getpid():
-                self._executor = BackgroundPool(self.n_threads, "trajstore-io")
-                self._executor_pid = os.getpid()
-            return self._executor
+            if self._executor_pid != os.getpid():
+                self._executors, self._executor_pid = {}, os.getpid()
+            if n_threads not in self._executors:
+                self._executors[n_threads] = BackgroundPool(n_threads, "trajstore-io")
+            return self._executors[n_threads]
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.display}>"

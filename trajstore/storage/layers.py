@@ -72,6 +72,16 @@ class StorageLayer(Storage):
     def map_object(self, key: str) -> FileMap:
         return self.inner.map_object(key)
 
+    @property
+    def may_map(self) -> bool:
+        return self.inner.may_map
+
+    def map_if_local(self, key: str) -> FileMap | None:
+        return self.inner.map_if_local(key)
+
+    def drop_local(self, key: str) -> bool:
+        return self.inner.drop_local(key)
+
     def size(self, key: str) -> int:
         return self.inner.size(key)
 

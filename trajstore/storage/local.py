@@ -9,17 +9,22 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trajstore.errors import StorageError
 from trajstore.storage.atomic_files import sync_file
 from trajstore.storage.file_maps import FileMap, can_map_files
 from trajstore.storage.interface import ABSENT, ANY, UNSEEN, Put, Storage, check_key, check_tree, storage_error
+from trajstore.storage.replaced_files import ReplacedFiles
+from trajstore.storage.shared_work import map_in_threads
 from trajstore.storage.written_files import WrittenFiles, sync_and_close
 
+T = TypeVar("T")
+
 _N_THREADS = 4
+_N_SYNC_THREADS = 16  # syncs wait for the disk, which does several together in the time of one
 _SCRATCH = "scratch"
 # Errors of os.link: another device, a file system without links, too many links, or a protected file.
 _NO_LINKS = frozenset(
@@ -49,6 +54,7 @@ class LocalStorage(Storage):
         self._fsync = fsync
         self._scratch_ready = 0  # id of the process that has checked that the scratch directory exists
         self._n_temporary = 0
+        self._replaced = ReplacedFiles()
         self.display = str(root)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -103,18 +109,22 @@ class LocalStorage(Storage):
 
         Until all files are durable, no name changes: a failure leaves the old objects.
         """
-        with WrittenFiles(fsync=self._fsync) as files:
-            temporaries = self.map(lambda put: self._write(put, files), wave)
-            self.map(self._sync_written, files.take())
+        with self._replaced.freed_later(), WrittenFiles(fsync=self._fsync) as files:
+            temporaries = self._share(lambda put: self._write(put, files), wave)
+            self._share(self._sync_written, files.take(), _N_SYNC_THREADS)
             pairs = list(zip(wave, temporaries, strict=True))
-            named = self.map(self._give_name, [(put, path) for put, path in pairs if path is not None])
-        in_place = {os.path.dirname(self._name(put.key)) for put, path in pairs if path is None}
-        with self._translated("sync", wave[0].key if len(wave) == 1 else ""):
-            self._sync_directories(in_place.union(*named))
+            named = self._share(self._give_name, [(put, path) for put, path in pairs if path is not None])
+            in_place = {os.path.dirname(self._name(put.key)) for put, path in pairs if path is None}
+            with self._translated("sync", wave[0].key if len(wave) == 1 else ""):
+                self._sync_directories(in_place.union(*named))
+
+    def _share(self, function: Callable[[Any], T], items: Sequence[Any], n_threads: int = _N_THREADS) -> list[T]:
+        return map_in_threads(function, items, lambda: self._threads(n_threads), n_threads)
 
     def _write(self, put: Put, files: WrittenFiles) -> str | None:
         """Write the file of an object; return its temporary name, or None if it has its own name already."""
-        data = put.make()  # outside _translated: its errors are not storage errors
+        # Outside _translated: its errors are not storage errors.
+        data = [put.make()] if put.make_pieces is None else put.make_pieces()
         with self._translated("write", put.key):
             temporary, due = self._write_data(put, data, files)
         if due is not None:
@@ -122,13 +132,13 @@ class LocalStorage(Storage):
         return temporary
 
     def _write_data(
-        self, put: Put, data: bytes | memoryview, files: WrittenFiles
+        self, put: Put, data: Iterable[bytes | memoryview], files: WrittenFiles
     ) -> tuple[str | None, tuple[str, int] | None]:
         if put.expect == UNSEEN:
             # Most objects are new chunks, for which a temporary file and a rename cost as much as the write.
             with contextlib.suppress(FileNotFoundError):  # the directory does not exist yet
                 return None, files.write(put.key, self._name(put.key), data, os.O_TRUNC)
-        temporary = str(self._scratch() / self._temporary_name())
+        temporary = f"{self._scratch()}/{self._temporary_name()}"
         return temporary, files.write(put.key, temporary, data, os.O_EXCL)
 
     def _sync_written(self, file: tuple[str, int]) -> None:
@@ -140,7 +150,7 @@ class LocalStorage(Storage):
         """Give a temporary file its name; return the directories to sync."""
         put, temporary = unnamed
         with self._translated("write", put.key):
-            return self._publish_file(Path(temporary), self._path(put.key), put.expect)
+            return self._publish_file(temporary, self._name(put.key), put.expect)
 
     def check_writable(self) -> None:
         if self._root.exists() and not os.access(self._root, os.W_OK):
@@ -186,7 +196,8 @@ class LocalStorage(Storage):
     def copy_many(self, keys: Sequence[tuple[str, str]], other: Storage, *, may_link: bool = False) -> None:
         if not may_link or not isinstance(other, LocalStorage):
             return super().copy_many(keys, other)
-        linked = self.map(lambda pair: self._link(pair[0], other, pair[1]), keys)
+        with other._replaced.freed_later():
+            linked = self.map(lambda pair: self._link(pair[0], other, pair[1]), keys)
         with other._translated("sync", ""):
             other._sync_directories({directory for found in linked for directory in found or ()})
         return super().copy_many([pair for pair, found in zip(keys, linked, strict=True) if found is None], other)
@@ -204,11 +215,15 @@ class LocalStorage(Storage):
         with other._translated("write", key):
             try:
                 other._sync_file(temporary)
-                return other._publish_file(temporary, other._path(key), ANY)
+                return other._publish_file(str(temporary), other._name(key), ANY)
             finally:
                 # Renaming one name of a file to another name of the same file does nothing.
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
+
+    def reset_locks(self) -> None:
+        super().reset_locks()
+        self._replaced.reset_locks()
 
     def _path(self, key: str) -> Path:
         return Path(self._name(key))
@@ -217,19 +232,28 @@ class LocalStorage(Storage):
         check_key(key)
         return f"{self.display}/{key}"
 
-    def _publish_file(self, temporary: Path, target: Path, expect: str) -> set[str]:
+    def _publish_file(self, temporary: str, target: str, expect: str) -> set[str]:
         """Give a temporary file its name; return the directories to sync."""
+        folder = os.path.dirname(target)
         while True:
             try:
-                _link_or_rename(temporary, target, expect)
-                return {str(target.parent)}
+                self._link_or_rename(temporary, target, expect)
             except FileExistsError:
                 # Our own first try may have made it, and its directories may not be synced yet.
-                self._sync_directories({str(target.parent), str(target.parent.parent)})
+                self._sync_directories({folder, os.path.dirname(folder)})
                 raise
             except FileNotFoundError:
-                if made := self._publish_with_parents(temporary, target):
+                if made := self._publish_with_parents(Path(temporary), Path(target)):
                     return made
+            else:
+                return {folder}
+
+    def _link_or_rename(self, temporary: str, target: str, expect: str) -> None:
+        if expect == ABSENT:
+            os.link(temporary, target)
+            os.unlink(temporary)
+        else:
+            self._replaced.replace(temporary, target)
 
     def _publish_with_parents(self, temporary: Path, target: Path) -> set[str]:
         """Make the missing directories and the file appear in one step, by renaming a whole directory.
@@ -266,8 +290,7 @@ class LocalStorage(Storage):
 
     def _sync_directories(self, paths: set[str]) -> None:
         if self._fsync:
-            for path in sorted(paths):
-                sync_file(path, getattr(os, "O_DIRECTORY", 0))
+            self._share(lambda path: sync_file(path, getattr(os, "O_DIRECTORY", 0)), sorted(paths), _N_SYNC_THREADS)
 
     def _scratch(self) -> Path:
         """The directory for temporary files, made if it does not exist."""
@@ -280,7 +303,7 @@ class LocalStorage(Storage):
             if not node.exists():
                 temporary = scratch / self._temporary_name()
                 with WrittenFiles(fsync=self._fsync) as files:
-                    files.write(node.name, str(temporary), _SCRATCH_NODE, os.O_EXCL)
+                    files.write(node.name, str(temporary), [_SCRATCH_NODE], os.O_EXCL)
                     for _, descriptor in files.take():
                         sync_and_close(descriptor)
                 os.replace(temporary, node)
@@ -315,14 +338,6 @@ def _read_all(file: Any) -> bytes:
 def _raise_unless_gone(error: OSError) -> None:
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise error
-
-
-def _link_or_rename(temporary: Path, target: Path, expect: str) -> None:
-    if expect == ABSENT:
-        os.link(temporary, target)
-        os.unlink(temporary)
-    else:
-        os.replace(temporary, target)
 
 
 def _reopen(root: str, fsync: bool) -> LocalStorage:

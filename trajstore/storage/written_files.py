@@ -7,11 +7,12 @@ import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 
 MAX_OPEN = 64  # files of one wave that stay open, beside one in each thread
 _START_WRITE_BACK = 2  # SYNC_FILE_RANGE_WRITE
+_BATCH_BYTES, _BATCH_PIECES = 1 << 20, 512
 
 
 class WrittenFiles:
@@ -48,18 +49,20 @@ class WrittenFiles:
             for path in self._temporaries:
                 _remove(path)
 
-    def write(self, key: str, path: str, data: bytes | memoryview, flags: int) -> tuple[str, int] | None:
+    def write(
+        self, key: str, path: str, pieces: Iterable[bytes | memoryview], flags: int
+    ) -> tuple[str, int] | None:
         """Write a file; return the key and descriptor of an older file that must be synced and closed now, if any.
 
         Args:
             key: The object that the file will be.
             path: The file.
-            data: All of its bytes.
+            pieces: All of its bytes, in order.
             flags: ``O_EXCL`` for a temporary file, which is removed if the wave fails, or ``O_TRUNC``.
         """
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flags, 0o666)
         try:
-            write_all(descriptor, data)
+            write_pieces(descriptor, pieces)
         except BaseException:
             os.close(descriptor)
             if flags & os.O_EXCL:
@@ -88,11 +91,35 @@ class WrittenFiles:
         return taken
 
 
-def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all bytes to an open file."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+def write_pieces(descriptor: int, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write pieces to an open file, one after the other, several with one call."""
+    batch: list[memoryview] = []
+    n_bytes = 0
+    for piece in pieces:
+        batch.append(memoryview(piece))
+        n_bytes += len(piece)
+        # What was just made is still in the cache of the processor, and systems take only so many pieces at a time.
+        if n_bytes >= _BATCH_BYTES or len(batch) == _BATCH_PIECES:
+            _write_batch(descriptor, batch)
+            batch, n_bytes = [], 0
+    _write_batch(descriptor, batch)
+
+
+def _write_batch(descriptor: int, batch: list[memoryview]) -> None:
+    if len(batch) > 1 and hasattr(os, "writev"):
+        batch = _after(batch, os.writev(descriptor, batch))
+    for view in batch:  # all of it, or what the call left
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+
+def _after(batch: list[memoryview], n_bytes: int) -> list[memoryview]:
+    """What is left of some pieces after their first bytes."""
+    for i, view in enumerate(batch):
+        if n_bytes < len(view):
+            return [view[n_bytes:], *batch[i + 1 :]]
+        n_bytes -= len(view)
+    return []
 
 
 def sync_and_close(descriptor: int) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from trajstore.schema import Array
+from trajstore.store.read_ahead import ChunkKey, ReadAhead
 
 MAX_BYTES = 16 << 20
-
-ChunkKey = tuple[str, str, int]  # stream, path of the array, number of the chunk
 
 
 class RecentChunks:
@@ -14,14 +13,24 @@ class RecentChunks:
 
     Belongs to one snapshot: a chunk that still grows holds all rows that the snapshot shows. Thread-safe without a
     lock, so it may be forked: if two threads change it at the same time, a chunk may be forgotten.
+
+    Attributes:
+        ahead: Encoded chunks that were fetched for the next reads, if any are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ahead: ReadAhead | None = None) -> None:
+        self.ahead = ahead
         self._chunks: dict[ChunkKey, Array] = {}
         self._n_bytes = 0
 
     def get(self, key: ChunkKey) -> Array | None:
         return self._chunks.get(key)
+
+    def take_encoded(self, key: ChunkKey) -> memoryview | None:
+        """A chunk that was fetched ahead, still encoded; None if it was not."""
+        if self.ahead is None or key not in self.ahead:
+            return None
+        return self.ahead.take(key)
 
     def put(self, key: ChunkKey, chunk: Array) -> None:
         """Keep a chunk, unless it is large. If there are too many, those that were put first are forgotten."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,14 +15,22 @@ from trajstore.storage import Storage
 _MAX_PIECE_BYTES = 4 << 20  # decoded, so that a few threads hold little
 _MAX_GAP_BYTES = 64 << 10  # bytes that are read in vain rather than with another request
 _MAX_OFFSET = 1 << 62
+_WAVE_OBJECTS = 8  # chunks that are objects of their own are fetched ahead this many at a time
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPiece:
-    """Chunks ``[start, stop)`` of an array, all of one shard."""
+    """Chunks ``[start, stop)`` of an array, all of one shard, or objects of their own."""
 
     start: int
     stop: int
+
+    def gaps(self, missing: Sequence[int]) -> Iterator[ShardPiece]:
+        """The parts of the piece that consist of missing chunks, which are given in order."""
+        if len(missing) == self.stop - self.start:
+            yield self
+            return
+        yield from _neighbours(missing)
 
     def read(
         self, storage: Storage, key: str, layout: ArrayLayout, shard_index: Callable[[], Array]
@@ -82,6 +90,43 @@ def pieces(layout: ArrayLayout, start: int, stop: int) -> Iterator[ShardPiece]:
         end = min(stop, start + most, (start // per_shard + 1) * per_shard)
         yield ShardPiece(start, end)
         start = end
+
+
+def scan_pieces(
+    layout: ArrayLayout, numbers: Sequence[int], n_chunks: int, max_bytes: int
+) -> Iterator[tuple[int, ShardPiece]]:
+    """The pieces to fetch ahead for a scan that needs some chunks, each with the first chunk that needs it.
+
+    A shard is always divided in the same way, so that no part of it is fetched twice. Chunks that are objects of
+    their own are fetched several at a time.
+
+    Args:
+        layout: The array.
+        numbers: The needed chunks, rising.
+        n_chunks: Chunks from this one on are not fetched.
+        max_bytes: The most decoded bytes of a piece, unless one chunk has more.
+    """
+    most = max(1, min(max_bytes, _MAX_PIECE_BYTES) // max(1, layout.chunk_bytes))
+    if layout.shard_rows is None:
+        step = min(most, _WAVE_OBJECTS)
+        for run in _neighbours(numbers):
+            for start in range(run.start, run.stop, step):
+                yield start, ShardPiece(start, min(start + step, run.stop))
+        return
+    per_shard, stop = layout.chunks_per_shard, 0
+    for number in numbers:
+        if number >= stop:
+            shard = number // per_shard * per_shard
+            start = shard + (number - shard) // most * most
+            stop = min(start + most, shard + per_shard, n_chunks)
+            yield number, ShardPiece(start, stop)
+
+
+def _neighbours(numbers: Sequence[int]) -> Iterator[ShardPiece]:
+    """Divide rising numbers into runs without gaps."""
+    chunks = np.array(numbers, np.int64)
+    for run in np.split(chunks, np.flatnonzero(np.diff(chunks) != 1) + 1) if len(chunks) else ():
+        yield ShardPiece(int(run[0]), int(run[-1]) + 1)
 
 
 def possible_ranges(layout: ArrayLayout, ranges: Array) -> Array:

@@ -21,6 +21,7 @@ from trajstore.format.spans import Spans, VisibleSpans, span_columns
 from trajstore.schema import Array, Schema, nest, selected_paths, widen_bfloat16
 from trajstore.storage import Storage
 from trajstore.store.column_reader import ColumnReader, ColumnRows, StepNumbers, read_records
+from trajstore.store.episodes_ahead import EpisodesAhead
 from trajstore.store.schema_objects import check_streams, union_of_schemas
 from trajstore.store.span_rows import SpanRows
 from trajstore.store.stored_copies import at_place_of, is_moved, load_records, with_packed_copies
@@ -360,7 +361,8 @@ class Snapshot:
 
         Fields with a final value have one row more than the others if the episode has its final values and ``stop``
         reaches its end. bfloat16 is returned as float32, which holds it exactly. Episodes that are read in order
-        read each chunk once: the snapshot keeps the chunks that reads ended in, up to 16 MiB.
+        read each chunk once: the snapshot keeps the chunks that reads ended in, up to 16 MiB. From an object store
+        the next episodes are fetched in the background, up to 64 MiB of them.
 
         Args:
             episode: Its row in `episodes`, or its key.
@@ -388,7 +390,11 @@ class Snapshot:
         schema = self._schema
         assert schema is not None  # a store with an episode has a schema
         arrays: dict[str, Array] = {}
-        for path in selected_paths(schema, fields):
+        paths = selected_paths(schema, fields)
+        if self._ahead is not None:
+            last = n_rows if end == n_steps else end
+            self._ahead.follow(int(i) % len(table), start, last, [f"steps/{path}" for path in paths])
+        for path in paths:
             last = end + 1 if has_final and end == n_steps and schema[path].final else end
             rows = self._rows.read(f"steps/{path}", spans, start, last)
             arrays[path] = widen_bfloat16(rows) if schema[path].dtype == "bfloat16" else rows
@@ -432,7 +438,12 @@ class Snapshot:
 
     @cached_property
     def _rows(self) -> SpanRows:
-        return SpanRows(self.readers, self._explained)
+        return SpanRows(self.readers, self._explained, None if self._ahead is None else self._ahead.ahead)
+
+    @cached_property
+    def _ahead(self) -> EpisodesAhead | None:
+        """Fetches episodes ahead, where a read is a request over the network."""
+        return EpisodesAhead(self.readers, self.episodes) if self._storage.is_remote else None
 
     def _explained(self, row: int, read: Callable[[], T]) -> T:
         """Call ``read``; if a chunk is missing, raise an error that says whether it was evicted or lost."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from trajstore.format.episode_table import SpanExtent
 from trajstore.schema import Array
+from trajstore.store.read_ahead import ReadAhead
 from trajstore.store.recent_chunks import RecentChunks
 from trajstore.store.stream_reader import StreamReader
 
@@ -18,14 +19,18 @@ class SpanRows:
     Args:
         readers: Of the snapshot's streams, in order.
         explained: Calls a function that reads from a row on; if a chunk is missing, raises an error that says why.
+        ahead: Chunks that were fetched for the next reads, if any are.
     """
 
     def __init__(
-        self, readers: Sequence[StreamReader], explained: Callable[[int, Callable[[], Array]], Array]
+        self,
+        readers: Sequence[StreamReader],
+        explained: Callable[[int, Callable[[], Array]], Array],
+        ahead: ReadAhead | None,
     ) -> None:
         self._readers = list(readers)
         self._explained = explained
-        self._recent = RecentChunks()
+        self._recent = RecentChunks(ahead)
 
     def read(self, path: str, spans: Sequence[SpanExtent], start: int, stop: int) -> Array:
         """Rows ``[start, stop)`` of an array, counted from the start of the first span, as a new array."""

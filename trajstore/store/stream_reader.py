@@ -18,6 +18,7 @@ from trajstore.format.zstd_library import zstd_library
 from trajstore.schema import Array, Schema, stored_fill
 from trajstore.storage import FileMap, Place, Storage
 from trajstore.store.recent_chunks import RecentChunks
+from trajstore.store.shard_indexes import ShardIndexes
 from trajstore.store.shard_pieces import ImpossibleChunkError, ShardPiece, pieces
 
 _WAVE_CHUNKS = 64  # read at a time
@@ -26,11 +27,11 @@ _DECODE_TASKS = 4  # threads that decode the chunks of one shard
 
 
 class ChunkError(CorruptionError):
-    """A chunk of a stream, with rows ``[start, stop)``, is damaged."""
+    """A chunk of a stream, with rows ``[start, stop)``, is damaged; ``key`` names its object."""
 
-    def __init__(self, message: str, stream: str, start: int, stop: int) -> None:
+    def __init__(self, message: str, stream: str, start: int, stop: int, key: str = "") -> None:
         super().__init__(message)
-        self.stream, self.start, self.stop = stream, start, stop
+        self.stream, self.start, self.stop, self.key = stream, start, stop, key
 
 
 class MissingChunkError(ChunkError):
@@ -43,6 +44,14 @@ class MappedObject:
 
     file: FileMap
     index: Array
+
+    def chunk(self, start: int, stop: int, *, is_raw: bool) -> memoryview:
+        """A chunk, still encoded, for `StreamReader.decode_chunk`.
+
+        A compressed one is copied: another program may write to the file after its sizes were checked.
+        """
+        data = self.file.view(start, stop)
+        return data if is_raw else memoryview(bytes(data))
 
 
 class StreamReader:
@@ -64,9 +73,7 @@ class StreamReader:
             for path, spec in shown.items()
             if path not in record.schema.fields
         }
-        # By array and shard: the index, and the rows of the array when it was read. Complete chunks never move in
-        # their shard, so their entries are valid for good; that of a part-filled chunk until the next commit.
-        self._shard_indexes: dict[tuple[str, int], tuple[Array, int]] = {}
+        self._shard_indexes = ShardIndexes(storage)
         if storage.keeps_objects:
             self._note_rows()
 
@@ -144,9 +151,16 @@ class StreamReader:
     ) -> None:
         low = index * layout.chunk_rows - start
         if low >= 0 and low + layout.chunk_rows <= len(out):
-            self._decode(path, layout, index, out[low : low + layout.chunk_rows])
+            with self._named(path, layout, index):
+                layout.decode(self._scanned_bytes(path, layout, index, recent), out[low : low + layout.chunk_rows])
         else:
             _copy_chunk(layout, index, self._load(path, layout, index, recent), out, start)
+
+    def _scanned_bytes(
+        self, path: str, layout: ArrayLayout, index: int, recent: RecentChunks
+    ) -> bytes | memoryview:
+        data = recent.take_encoded((self.record.folder, path, index))
+        return self._chunk_bytes(path, layout, index) if data is None else data
 
     def _read_sharded_rows(
         self, path: str, layout: ArrayLayout, start: int, stop: int, recent: RecentChunks
@@ -157,7 +171,7 @@ class StreamReader:
         if known is not None and end == first + 1:
             return known[start - first * layout.chunk_rows : stop - first * layout.chunk_rows].copy()
         parts = list(pieces(layout, first + (known is not None), end))
-        chunks = self._read_piece(path, layout, last := parts.pop())
+        chunks = self._scan_piece(path, layout, last := parts.pop(), recent)
         tail = self._decode_new(path, layout, end - 1, chunks.pop())  # before memory is allocated, as above
         recent.put((self.record.folder, path, end - 1), tail)
         out = np.empty((stop - start, *layout.row_shape), layout.dtype)
@@ -170,7 +184,7 @@ class StreamReader:
                 self._place_encoded(path, layout, last.start + i, chunks[i], out, start)
 
         def place_part(part: ShardPiece) -> None:
-            for index, data in enumerate(self._read_piece(path, layout, part), part.start):
+            for index, data in enumerate(self._scan_piece(path, layout, part, recent), part.start):
                 self._place_encoded(path, layout, index, data, out, start)
 
         self._storage.map(place_some, range(min(_DECODE_TASKS, len(chunks))))
@@ -186,6 +200,16 @@ class StreamReader:
             self.decode_chunk(path, index, data, out[low : low + layout.chunk_rows])
         else:
             _copy_chunk(layout, index, self._decode_new(path, layout, index, data), out, start)
+
+    def _scan_piece(
+        self, path: str, layout: ArrayLayout, piece: ShardPiece, recent: RecentChunks
+    ) -> list[memoryview]:
+        """The encoded chunks of a piece; only those that were not fetched ahead are read."""
+        folder = self.record.folder
+        found = {i: recent.take_encoded((folder, path, i)) for i in range(piece.start, piece.stop)}
+        for gap in piece.gaps([i for i, data in found.items() if data is None]):
+            found.update(zip(range(gap.start, gap.stop), self._read_piece(path, layout, gap), strict=True))
+        return [data for data in found.values() if data is not None]
 
     def _read_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
         """The encoded chunks of a piece."""
@@ -208,13 +232,27 @@ class StreamReader:
 
     def _map_piece(self, path: str, layout: ArrayLayout, piece: ShardPiece) -> list[memoryview]:
         mapped = self.map_object(path, piece.start // layout.chunks_per_shard)
+        assert mapped is not None  # every object can be mapped
         places = [self.find_chunk(path, index, mapped) for index in range(piece.start, piece.stop)]
         mapped.file.prefetch(min(places)[0], max(stop for _, stop in places))
-        return [mapped.file.view(*place) for place in places]
+        return [mapped.chunk(*place, is_raw=layout.is_raw) for place in places]
 
     def _decode_new(self, path: str, layout: ArrayLayout, index: int, data: memoryview) -> Array:
         with self._named(path, layout, index):
             return layout.decode_new(data)
+
+    def read_chunks(self, path: str, piece: ShardPiece) -> list[memoryview]:
+        """Read neighbouring chunks, still encoded: of one shard, or objects of their own.
+
+        Raises:
+            StorageError: Reading failed.
+            CorruptionError: A chunk is missing, or the index of the shard is damaged.
+        """
+        layout = self.record.layouts[path]
+        if layout.shard_rows is not None:
+            return self._read_piece(path, layout, piece)
+        keys = [self._key(path, layout, i) for i in range(piece.start, piece.stop)]
+        return [memoryview(data) for data in self._storage.get_many(keys)]
 
     def chunk(self, path: str, index: int, buffer: bytearray) -> memoryview:
         """Read one chunk, still encoded. The result is valid until ``buffer`` is used again."""
@@ -232,7 +270,7 @@ class StreamReader:
         layout = self.record.layouts.get(path)
         if layout is None or layout.shard_rows is None or not layout.index_at_start:
             return None
-        if self._known_index(path, layout, index) is not None:
+        if self._shard_indexes.known(path, layout, index, self.record.length(path)) is not None:
             return None
         return self._key(path, layout, index), 0, layout.shard_index_bytes
 
@@ -244,7 +282,7 @@ class StreamReader:
         """
         layout = self.record.layouts[path]
         with self._named(path, layout, index):
-            self._learn_index(path, layout, index, data)
+            self._shard_indexes.learn(path, layout, index, self.record.length(path), data)
 
     def chunk_place(self, path: str, index: int) -> tuple[Place, bool] | None:
         """Where a chunk is stored, and whether it stays there; None if that is not known without a request.
@@ -257,42 +295,39 @@ class StreamReader:
         key = self._key(path, layout, index)
         if layout.shard_rows is None:
             return (key, 0, None), True
-        if self._known_index(path, layout, index) is None:
+        if self._shard_indexes.known(path, layout, index, self.record.length(path)) is None:
             return None
         with self._named(path, layout, index):
             (start, stop), is_final = self._place_in_shard(path, layout, index)
         return (key, start, stop), is_final
 
     def can_map(self, path: str) -> bool:
-        """Whether chunks of an array can be mapped with `map_object`: they are raw, in files of this machine."""
+        """Whether chunks of an array may be mapped with `map_object`: they are raw, in files of this machine."""
         layout = self.record.layouts.get(path)
-        return layout is not None and layout.is_raw and self._storage.can_map
+        return layout is not None and layout.is_raw and self._storage.may_map
 
     def can_map_blocks(self, path: str) -> bool:
         """Whether single blocks of the chunks of an array can be decoded where they are mapped."""
         layout = self.record.layouts.get(path)
-        return layout is not None and layout.has_blocks and self._storage.can_map and zstd_library() is not None
+        return layout is not None and layout.has_blocks and self._storage.may_map and zstd_library() is not None
 
     def are_shards_mapped(self, path: str) -> bool:
         """Whether chunks of an array should be read from mapped shards."""
         layout = self.record.layouts.get(path)
         return layout is not None and layout.shard_rows is not None and self._storage.can_map
 
-    def first_row(self, path: str, number: int) -> int:
-        """The first row of an object of an array."""
-        layout = self.record.layouts[path]
-        return number * layout.object_rows
-
     def object_number(self, path: str, index: int) -> int:
         """The number of the object that holds a chunk of an array."""
         return index // self.record.layouts[path].chunks_per_shard
 
-    def map_object(self, path: str, number: int) -> MappedObject:
-        """Map an object of an array. No chunk is read or checked."""
+    def map_object(self, path: str, number: int) -> MappedObject | None:
+        """Map an object of an array; None if no file of this machine has all of it. No chunk is read or checked."""
         layout = self.record.layouts[path]
         first = number * layout.chunks_per_shard
         with self._named(path, layout, first):
-            file = self._storage.map_object(self._key(path, layout, first))
+            file = self._storage.map_if_local(self._key(path, layout, first))
+            if file is None:
+                return None
             if layout.shard_rows is None:
                 return MappedObject(file, np.array([[0, file.size]], np.uint64))
             n_bytes = layout.shard_index_bytes
@@ -338,13 +373,9 @@ class StreamReader:
         if (known := recent.get(key)) is not None:
             return known
         with self._named(path, layout, index):
-            chunk = layout.decode_new(self._chunk_bytes(path, layout, index))
+            chunk = layout.decode_new(self._scanned_bytes(path, layout, index, recent))
         recent.put(key, chunk)
         return chunk
-
-    def _decode(self, path: str, layout: ArrayLayout, index: int, out: Array) -> None:
-        with self._named(path, layout, index):
-            layout.decode(self._chunk_bytes(path, layout, index), out)
 
     @contextlib.contextmanager
     def _named(self, path: str, layout: ArrayLayout, index: int) -> Iterator[None]:
@@ -358,7 +389,8 @@ class StreamReader:
         except CorruptionError as error:
             rows = index * layout.chunk_rows, (index + 1) * layout.chunk_rows
             name = self._chunk_name(path, layout, index)
-            raise ChunkError(f"{name}: {error}", self.record.id, *rows) from error
+            key = self._key(path, layout, index)
+            raise ChunkError(f"{name}: {error}", self.record.id, *rows, key) from error
 
     def _chunk_bytes(self, path: str, layout: ArrayLayout, index: int) -> bytes:
         key = self._key(path, layout, index)
@@ -387,23 +419,11 @@ class StreamReader:
         self, path: str, layout: ArrayLayout, index: int, *, is_fresh: bool = False
     ) -> tuple[Array, int]:
         """The index of the shard that holds a chunk, and how many rows the array had when it was read."""
-        known = None if is_fresh else self._known_index(path, layout, index)
-        if known is None:
-            key = self._key(path, layout, index)
-            start = 0 if layout.index_at_start else max(0, self._storage.size(key) - layout.shard_index_bytes)
-            data = self._storage.get_range(key, start, start + layout.shard_index_bytes)
-            known = self._learn_index(path, layout, index, data)
-        return known
-
-    def _known_index(self, path: str, layout: ArrayLayout, index: int) -> tuple[Array, int] | None:
-        known = self._shard_indexes.get((path, index // layout.chunks_per_shard))
-        n_rows = min((index + 1) * layout.chunk_rows, self.record.length(path))
-        return known if known is not None and known[1] >= n_rows else None
-
-    def _learn_index(self, path: str, layout: ArrayLayout, index: int, data: bytes) -> tuple[Array, int]:
-        known = layout.decode_shard_index(data), self.record.length(path)
-        self._shard_indexes[path, index // layout.chunks_per_shard] = known
-        return known
+        length = self.record.length(path)
+        known = None if is_fresh else self._shard_indexes.known(path, layout, index, length)
+        if known is not None:
+            return known
+        return self._shard_indexes.read(path, layout, index, length, self._key(path, layout, index))
 
     def read_spans(self, start: int = 0) -> Spans:
         """Read and check the spans from ``start`` on."""

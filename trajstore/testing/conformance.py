@@ -38,11 +38,9 @@ class StorageConformance:
     Attributes:
         is_per_process: Set it to True if the objects exist in one process only, as in memory. The tests that need
             a second process are then skipped.
-        n_races: How often several storage objects race for an exclusive put. Fewer find less.
     """
 
     is_per_process: bool = False
-    n_races: int = 20
 
     @pytest.fixture
     def storage(self) -> Storage:
@@ -283,7 +281,7 @@ class StorageConformance:
 
     def test_exactly_one_of_many_storage_objects_wins_an_exclusive_put(self, storage: Storage) -> None:
         others = [self.reopen(storage) for _ in range(8)]
-        for i in range(self.n_races):
+        for i in range(20):
             _assert_one_winner(storage, f"round{i}/key", others)
 
     # ---- waves -------------------------------------------------------------------------------------

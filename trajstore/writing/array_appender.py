@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,8 +70,14 @@ class ArrayAppender:
             data, made[number] = self._object(number, new)
             return data
 
+        def make_pieces() -> Iterator[bytes | memoryview]:
+            made[number] = _LastObject(n_bytes=self._full_raw_bytes)
+            return self._pieces(number, new)
+
         is_grown = number * self._layout.object_rows < self.rows  # it is on disk already
-        return Put(self._key(number), make, self._last.version if is_grown else expect)
+        has_pieces = self._is_full_raw_shard(number, new)
+        expected = self._last.version if is_grown else expect
+        return Put(self._key(number), make, expected, make_pieces if has_pieces else None)
 
     def _key(self, number: int) -> str:
         return f"{self._prefix}/{self._layout.chunk_key(number * self._layout.chunks_per_shard)}"
@@ -154,6 +160,35 @@ class ArrayAppender:
             data[at : at + CRC_BYTES] = checksum.to_bytes(CRC_BYTES, "little")
             at += CRC_BYTES
         return data, self._kept(data, sizes, tail)
+
+    def _is_full_raw_shard(self, number: int, new: NewRows) -> bool:
+        """Whether an object is a shard of uncompressed chunks that is full after the commit, of rows in order."""
+        layout = self._layout
+        is_full = (number + 1) * layout.object_rows <= self.rows + len(new)
+        return is_full and layout.shard_rows is not None and layout.codec.name == "none" and new.order is None
+
+    @property
+    def _full_raw_bytes(self) -> int:
+        layout = self._layout
+        return layout.shard_index_bytes + layout.chunks_per_shard * (layout.chunk_bytes + CRC_BYTES)
+
+    def _pieces(self, number: int, new: NewRows) -> Iterator[bytes | memoryview]:
+        """A full shard of uncompressed chunks; new rows that fill a whole chunk are not copied."""
+        layout, source = self._layout, NewRows(_as_bytes(new.source))
+        start = number * layout.object_rows
+        old = self._last if start < self.rows else _LastObject()
+        yield layout.encode_shard_index((layout.chunk_bytes + CRC_BYTES,) * layout.chunks_per_shard)
+        yield old.encoded
+        first = max(self.rows, start) // layout.chunk_rows
+        for index in range(first, (start + layout.object_rows) // layout.chunk_rows):
+            low, high, _ = self._new_rows_of(index, source)
+            rows = source.source[low:high]
+            if high - low < layout.chunk_rows:
+                rows = np.empty((layout.chunk_rows, layout.row_bytes), np.uint8)
+                self._fill(rows, index, old, source)
+            chunk = memoryview(rows.reshape(-1))  # type: ignore[arg-type]
+            yield chunk
+            yield crc32c(chunk).to_bytes(CRC_BYTES, "little")
 
     def _fill(self, rows: Array, index: int, old: _LastObject, source: NewRows) -> int:
         """Write the rows of a chunk after the commit, as bytes, and zeros after them; returns their number."""

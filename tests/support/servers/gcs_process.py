@@ -1,7 +1,7 @@
 """The process of gcp-storage-emulator, with what GCS promises and the emulator lacks.
 
-The emulator ignores ``ifGenerationMatch``, parses uploads as mail (which changes the ends of some), and takes a
-listing while another thread changes what it lists.
+The emulator ignores ``ifGenerationMatch``, parses uploads as mail (which cuts a carriage return off their end), and
+does not protect a listing from another thread that changes what it lists.
 
 Arguments: the port and the bucket.
 """

@@ -46,7 +46,13 @@ def start() -> Iterator[Server]:
         s3 = next(ports)
         command = [weed, "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}", "-volume.max=0"]
         command += ["-master.telemetry=false", "-master.volumeSizeLimitMB=256", "-filer", "-s3", f"-s3.port={s3}"]
-        command += [f"-s3.config={directory}/grants.json", "-s3.port.iceberg=0", f"-s3.port.grpc={next(ports)}"]
+        command += [
+            f"-s3.config={directory}/grants.json",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            f"-s3.port.grpc={next(ports)}",
+        ]
+        command += [f"-{part}.localSocket={directory}/{part}.sock" for part in ("filer", "s3")]
         for part in ("master", "volume", "filer"):
             command += [f"-{part}.port={next(ports)}", f"-{part}.port.grpc={next(ports)}"]
         endpoint = f"http://127.0.0.1:{s3}"

@@ -13,7 +13,8 @@ Locks of `sampling`, `writing` and `replay`, outermost first. A thread that hold
 6. Held for a moment: ``WriterInbox.lock``, ``CommitThread._condition``, ``SamplesPerInsert._changed``,
    ``RunningStatistics._lock``, ``GarbageCollector._condition``, ``CompressedTier._lock``,
    ``CheckpointWriter._lock``, ``CheckpointRequests._condition``, ``ChunkFetcher._counting``,
-   ``Drawing._counting``. ``StoreNotes._lock`` and ``CheckpointLineage.lock`` are held while storage is written.
+   ``Drawing._counting``, ``ReadAhead._lock``. ``StoreNotes._lock`` and ``CheckpointLineage.lock`` are held while
+   storage is written.
 7. ``Storage._lock``.
 8. ``BackgroundPool._lock``, ``WrittenFiles._lock``, and the lock of the registry in `trajstore.unclosed`.
 
@@ -433,6 +434,7 @@ class BatchAssembler:
                 return kind.executor.run(self._rows.cache, kind.starts, drawn, outs)
         if not isinstance(kind.executor, CompiledExecutor):
             return None
+        self._rows.cache.tend_maps()
         return kind.executor.run(self._rows.cache, kind.starts, drawn, outs)
 
     def read_batch(

@@ -158,7 +158,7 @@ def _ask_ahead(program: Array, call: Array, column: Array, b: int) -> None:
     first_rows = array_at(pointer(column[4]), (MANY,), np.int64)
     near, far = min(b + AHEAD, n_windows - 1) * n, min(b + 2 * AHEAD, n_windows - 1) * n
     prefetch_header(column[2], column[3], rows[far] + first_rows[sources[far]])
-    prefetch_block(column[2], column[3], column[1], rows[near] + first_rows[sources[near]])
+    prefetch_block(column[2], column[5], column[3], column[1], rows[near] + first_rows[sources[near]])
 
 
 @compiled
@@ -176,7 +176,7 @@ def _copy_window(program: Array, call: Array, column: Array, decoder: Array, b: 
         while k < n and rows[k] - rows[i] == k - i and sources[k] == sources[i]:
             k += 1
         virtual, to = rows[i] + first_rows[sources[i]], out + (b * n + i) * column[1]
-        found = copy_run(decoder, column[0], column[1], column[2], column[3], virtual, k - i, to)
+        found = copy_run(decoder, column[0], column[1], column[2], column[5], column[3], virtual, k - i, to)
         if found != COPIED:
             return found
         i = k

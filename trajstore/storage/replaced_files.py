@@ -1,0 +1,86 @@
+"""Files that lost their names to newer ones: a thread of its own frees their room on the disk.
+
+A file system frees a file when its last name is gone and it is closed, and some take milliseconds for that. A file
+that is open when it is replaced is freed when it is closed, which nobody has to wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+
+from trajstore.background_pool import BackgroundPool
+
+if sys.platform == "linux":
+    import resource
+
+MAX_HELD = 256  # files that wait to be freed, or fewer; further ones are freed when they are replaced
+_SHARE_OF_FILES = 4  # one in so many of the files that the process may open
+# Only Linux keeps a file alive without opening it for reading, and other systems may refuse to replace an open one.
+_HOLD = getattr(os, "O_PATH", 0)
+
+_NOT_HELD = (errno.ENOENT, errno.EMFILE, errno.ENFILE)  # there is no such file, or too many are open
+
+
+class ReplacedFiles:
+    """Keeps replaced files alive until a thread frees them. Thread-safe.
+
+    Nothing is left behind after a crash, because the files have no names.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: deque[int] = deque()  # descriptors
+        self._most = min(MAX_HELD, _most_open() // _SHARE_OF_FILES)
+        self._pool: BackgroundPool | None = None
+
+    def replace(self, path: str, target: str) -> None:
+        """Rename a file, and keep alive the one that had the name."""
+        if len(self._held) < self._most:
+            self._hold(target)
+        os.replace(path, target)
+
+    def _hold(self, path: str) -> None:
+        try:
+            self._held.append(os.open(path, _HOLD | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno not in _NOT_HELD:
+                raise
+
+    @contextlib.contextmanager
+    def freed_later(self) -> Iterator[None]:
+        """When the block has ended, have a thread free what was replaced in it."""
+        try:
+            yield
+        finally:
+            if self._held:
+                self._threads().submit(self._free)
+
+    def _threads(self) -> BackgroundPool:
+        with self._lock:
+            if self._pool is None:
+                self._pool = BackgroundPool(1, "trajstore-free")
+            return self._pool
+
+    def reset_locks(self) -> None:
+        """Close in a child process what its parent will free."""
+        self._lock, self._pool = threading.Lock(), None
+        self._free()
+
+    def _free(self) -> None:
+        while self._held:
+            with contextlib.suppress(IndexError):
+                os.close(self._held.popleft())
+
+
+def _most_open() -> int:
+    """Files that this process may have open; 0 where none is held."""
+    if sys.platform != "linux":
+        return 0
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_HELD * _SHARE_OF_FILES if soft == resource.RLIM_INFINITY else soft
