@@ -369,8 +369,8 @@ class Distance:
         if path.startswith("/-/"):
             return self._own(path)
         self._count += 1
-        headers = dict(line.split(": ", 1) for line in lines)
-        key = (method, path, headers.get("Range", ""))
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        key = (method, path, headers.get("range", ""))
         if key not in self._answers:
             self._answers[key] = await asyncio.to_thread(self._ask, method, path, headers)
         return self._answers[key]

@@ -250,7 +250,7 @@ def verified(url: str) -> VerifyReport:
 def buffer_threads() -> set[threading.Thread]:
     """The threads that buffers need; a storage keeps its own for the next wave."""
     alive = threading.enumerate()
-    shared = ("trajstore-io", "trajstore-close")  # do not belong to one buffer
+    shared = ("trajstore-io", "trajstore-free", "trajstore-close")  # do not belong to one buffer
     return {t for t in alive if t.name.startswith("trajstore-") and not t.name.startswith(shared)}
 
 

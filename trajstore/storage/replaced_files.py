@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator
 
@@ -34,10 +34,8 @@ class ReplacedFiles:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._held: deque[int] = deque()  # descriptors
         self._most = min(MAX_HELD, _most_open() // _SHARE_OF_FILES)
-        self._pool: BackgroundPool | None = None
 
     def replace(self, path: str, target: str) -> None:
         """Rename a file, and keep alive the one that had the name."""
@@ -59,23 +57,22 @@ class ReplacedFiles:
             yield
         finally:
             if self._held:
-                self._threads().submit(self._free)
-
-    def _threads(self) -> BackgroundPool:
-        with self._lock:
-            if self._pool is None:
-                self._pool = BackgroundPool(1, "trajstore-free")
-            return self._pool
+                _thread_of(os.getpid()).submit(self._free)
 
     def reset_locks(self) -> None:
         """Close in a child process what its parent will free."""
-        self._lock, self._pool = threading.Lock(), None
         self._free()
 
     def _free(self) -> None:
         while self._held:
             with contextlib.suppress(IndexError):
                 os.close(self._held.popleft())
+
+
+@functools.cache
+def _thread_of(process: int) -> BackgroundPool:
+    """The thread that frees files, one for all storages of a process; a forked child needs its own."""
+    return BackgroundPool(1, "trajstore-free")
 
 
 def _most_open() -> int:

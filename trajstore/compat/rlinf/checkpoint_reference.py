@@ -134,8 +134,9 @@ def _parse_place(place: object) -> str:
         raise ValueError(f"stores: expected paths and URLs, got {place!r:.80}")
     if not 0 < len(place) <= _MAX_PLACE_CHARACTERS:
         raise ValueError(f"stores: expected 1 to {_MAX_PLACE_CHARACTERS} characters, got {len(place)}")
-    if "://" in place:
-        open_storage(place)  # refuses URLs that no store can have; makes no request
+    # Makes no request. A web server could be anyone's, and RLinf's checkpoints are never written to one.
+    if "://" in place and open_storage(place).is_read_only:
+        raise ValueError(f"stores: {place!r:.80}: no checkpoint is there, because puts are not known to be atomic")
     return place
 
 
