@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,13 +16,6 @@ pytestmark = pytest.mark.s3
 
 SCHEMA = Schema({"obs": Field("float32", (4,), chunk_rows=20), "action": Field("int64", chunk_rows=20)})
 N_CHUNKS = 10  # of each field
-
-
-@pytest.fixture
-def proxy(s3_endpoint: str) -> Iterator[Proxy]:
-    proxy = Proxy(s3_endpoint)
-    yield proxy
-    proxy.close()
 
 
 @pytest.fixture(params=["obstore", "fsspec"])

@@ -42,13 +42,6 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RetryPolicy, "pause_s", lambda policy, n_tries: 0.01)
 
 
-@pytest.fixture
-def proxy(s3_endpoint: str) -> Iterator[Proxy]:
-    proxy = Proxy(s3_endpoint)
-    yield proxy
-    proxy.close()
-
-
 @pytest.fixture(params=["obstore", "fsspec"])
 def behind(request: pytest.FixtureRequest, proxy: Proxy, new_place: Callable[[str], Place]) -> Place:
     """A fresh place that is reached through the proxy, by each transport in turn."""

@@ -223,7 +223,7 @@ class LocalStorage(Storage):
 
     def reset_locks(self) -> None:
         super().reset_locks()
-        self._replaced.reset_locks()
+        self._replaced.close_in_child()
 
     def _path(self, key: str) -> Path:
         return Path(self._name(key))

@@ -59,7 +59,7 @@ class ReplacedFiles:
             if self._held:
                 _thread_of(os.getpid()).submit(self._free)
 
-    def reset_locks(self) -> None:
+    def close_in_child(self) -> None:
         """Close in a child process what its parent will free."""
         self._free()
 
