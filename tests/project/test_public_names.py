@@ -14,7 +14,7 @@ import pytest
 import trajstore
 from trajstore.sampling.batch_iterator import BatchIterator
 
-PUBLIC_PACKAGES = {"compat", "datasets", "ray", "testing"}
+PUBLIC_PACKAGES = {"compat", "datasets", "logging", "ray", "testing"}
 LISTED = {
     "trajstore.compat": {"alf", "gymnasium", "objectrl", "rlinf", "stable_baselines3", "torchrl"},
     "trajstore.datasets": {
@@ -31,6 +31,7 @@ WITH_NAMES = (
     "trajstore.datasets.lerobot",
     "trajstore.datasets.minari",
     "trajstore.datasets.torchrl",
+    "trajstore.logging",
     "trajstore.ray",
 )
 
