@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import struct
 
-import numcodecs.zstd
-
 from trajstore.errors import CorruptionError
 
 # Larger blocks do not stay in the processor's cache while rows are copied out of them.
@@ -37,6 +35,8 @@ def encode_blocks(chunk: memoryview, block_bytes: int) -> bytes:
 
 
 def _encode(block: memoryview) -> bytes | memoryview:
+    import numcodecs.zstd
+
     frame = bytes(numcodecs.zstd.compress(block, _LEVEL))
     return frame if len(frame) < len(block) else block  # a block of its own size is not compressed
 

@@ -1,4 +1,7 @@
-"""Compression and checksums of chunks. The only module of trajstore's own format that imports numcodecs."""
+"""Compression and checksums of chunks.
+
+Functions import numcodecs and crc32c, so a program that only asks for names of trajstore does not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import crc32c as crc32c_package
-import numcodecs.blosc
-import numcodecs.zstd
 import numpy as np
 
 from trajstore.errors import CorruptionError, FormatError, SchemaError
@@ -22,9 +22,18 @@ _SHUFFLES = {"noshuffle": 0, "shuffle": 1, "bitshuffle": 2}
 _BLOSC_NAMES = ("lz4", "lz4hc", "blosclz", "zstd", "snappy", "zlib")
 
 
+def load_compressors() -> None:
+    """Import the compressors before threads use them: a child that is forked during an import can't import them."""
+    import crc32c
+    import numcodecs.blosc
+    import numcodecs.zstd  # noqa: F401
+
+
 def crc32c(data: bytes | memoryview) -> int:
     """CRC-32C of the data; releases the GIL unless the data is small."""
-    checksum: int = crc32c_package.crc32c(data)
+    import crc32c as package
+
+    checksum: int = package.crc32c(data)
     return checksum
 
 
@@ -121,6 +130,9 @@ class Codec:
         return self.has_blocks and self.shuffle == "noshuffle" and self.level == 1
 
     def _compress(self, chunk: Array) -> bytes | memoryview:
+        import numcodecs.blosc
+        import numcodecs.zstd
+
         if self.name == "zstd":
             return bytes(numcodecs.zstd.compress(chunk, self.level))
         if self.name == "blosc":
@@ -168,6 +180,9 @@ class Codec:
         return zstd_content_bytes(body) if self.name == "zstd" else len(body)
 
     def _decompress(self, body: memoryview, out: Array) -> None:
+        import numcodecs.blosc
+        import numcodecs.zstd
+
         if self.name == "blosc":
             numcodecs.blosc.decompress(body, out)
         elif self.name == "zstd":

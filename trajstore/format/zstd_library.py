@@ -10,8 +10,6 @@ import ctypes
 import functools
 from typing import Any
 
-import numcodecs.zstd
-
 _TEST = bytes(range(256)) * 16
 
 
@@ -37,6 +35,8 @@ class ZstdLibrary:
 
     def decodes(self) -> bool:
         """Whether a frame of numcodecs is decoded, and one that is cut off refused."""
+        import numcodecs.zstd
+
         context, out = ZstdContext(self), ctypes.create_string_buffer(len(_TEST))
         frame = bytes(numcodecs.zstd.compress(_TEST, 1))
         found = [self._decompress(context.address, out, len(out), frame, n) for n in (len(frame) - 1, len(frame))]
@@ -64,6 +64,8 @@ class ZstdContext:
 @functools.cache
 def zstd_library() -> ZstdLibrary | None:
     """The functions, or None if they are not there or do not do what they should."""
+    import numcodecs.zstd
+
     try:
         library = ZstdLibrary(numcodecs.zstd.__file__)
         return library if library.decodes() else None

@@ -2,33 +2,41 @@
 
 Keys are relative paths with ``/``. A put is atomic (readers see the old bytes or the new, never a mix)
 and durable when it returns. Threads may share a storage; it may be forked and pickled.
+
+What only remote storages need is imported at its first use, so a program with local stores does not wait for fsspec.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import fsspec.core
-
-from trajstore.storage.connecting import connect
 from trajstore.storage.disk_cache import DiskCache, DiskCachedStorage
 from trajstore.storage.file_maps import FileMap
 from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Put, Storage
 from trajstore.storage.layers import CountedStorage, StorageLayer
 from trajstore.storage.local import LocalStorage
-from trajstore.storage.obstore_storage import ObstoreStorage
-from trajstore.storage.read_only import ReadOnlyStorage, open_read_only
-from trajstore.storage.remote import FsspecStorage
 from trajstore.storage.request_options import OWN_OPTIONS, client_options
-from trajstore.storage.service import ServiceStorage
+
+if TYPE_CHECKING:
+    from trajstore.storage.obstore_storage import ObstoreStorage
+    from trajstore.storage.read_only import ReadOnlyStorage
+    from trajstore.storage.remote import FsspecStorage
+    from trajstore.storage.service import ServiceStorage
 
 # Protocols for which one put is one request that replaces the whole object.
 _ATOMIC = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 # Protocols that stores are read from; chains of URLs (`::`) are, too.
 _READ_ONLY = frozenset({"http", "https", "hf", "zip"})
+_REMOTE = {
+    "FsspecStorage": "remote",
+    "ObstoreStorage": "obstore_storage",
+    "ReadOnlyStorage": "read_only",
+    "ServiceStorage": "service",
+}
 
 __all__ = [
     "ABSENT",
@@ -52,6 +60,12 @@ __all__ = [
     "client_options",
     "open_storage",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _REMOTE:
+        raise AttributeError(f"module 'trajstore.storage' has no attribute {name!r}")
+    return getattr(import_module(f"trajstore.storage.{_REMOTE[name]}"), name)
 
 
 def open_storage(
@@ -86,7 +100,7 @@ def open_storage(
             f"disk_cache: expected a trajstore.DiskCache(directory, budget_bytes), got {disk_cache!r:.80}"
         )
     text = os.fspath(url)
-    protocol, path = fsspec.core.split_protocol(text)
+    protocol, path = _split_protocol(text)
     start, colon, rest = text.partition(":")
     if colon and start in _ATOMIC and not rest.startswith("//"):
         raise ValueError(
@@ -96,16 +110,29 @@ def open_storage(
         if options:
             raise TypeError(f"{text}: a local directory takes no storage options, got {sorted(options)}")
         return LocalStorage(Path(path).expanduser().absolute(), fsync=fsync)
-    raw: Storage
-    if protocol in _READ_ONLY or "::" in text:
-        raw = open_read_only(text, options or {})
-    elif protocol in _ATOMIC:
-        raw = connect(text, options or {})
-    else:
-        raise ValueError(
-            f"{protocol}://: no store can be used there, because puts are not known to be atomic; use a directory"
-            f" or one of {', '.join(sorted(_ATOMIC))}; to read a store, also one of"
-            f" {', '.join(sorted(_READ_ONLY))}. A store that lies elsewhere must be copied first"
-        )
-    storage = CountedStorage(raw)
+    storage = CountedStorage(_open_remote(text, protocol, options or {}))
     return storage if disk_cache is None else DiskCachedStorage(storage, disk_cache)
+
+
+def _split_protocol(url: str) -> tuple[str | None, str]:
+    """The protocol of a URL, as fsspec sees it, and what follows; None for a path."""
+    protocol, separator, rest = url.partition("://")
+    if separator and len(protocol) > 1:
+        return protocol, rest
+    return ("data", url.removeprefix("data:")) if url.startswith("data:") else (None, url)
+
+
+def _open_remote(url: str, protocol: str, options: Mapping[str, Any]) -> Storage:
+    if protocol in _READ_ONLY or "::" in url:
+        from trajstore.storage.read_only import open_read_only
+
+        return open_read_only(url, options)
+    if protocol in _ATOMIC:
+        from trajstore.storage.connecting import connect
+
+        return connect(url, options)
+    raise ValueError(
+        f"{protocol}://: no store can be used there, because puts are not known to be atomic; use a directory"
+        f" or one of {', '.join(sorted(_ATOMIC))}; to read a store, also one of"
+        f" {', '.join(sorted(_READ_ONLY))}. A store that lies elsewhere must be copied first"
+    )

@@ -20,7 +20,6 @@ import uuid
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import crc32c
 import numpy as np
 
 from trajstore.storage.file_maps import FileMap
@@ -214,7 +213,7 @@ class DiskFiles:
                 if size is not None:
                     number = size.to_bytes(8, "little")
                     magic = _WHOLE if whole else _MAGIC
-                    _write_at(descriptor, _SIZE.pack(magic, crc32c.crc32c(number), size), 0)
+                    _write_at(descriptor, _SIZE.pack(magic, _crc32c(number), size), 0)
             finally:
                 os.close(descriptor)
             if whole:
@@ -361,8 +360,15 @@ class DiskFiles:
 def _marks(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     """For each block of data, its checksum, or 1 if that is 0."""
     view = memoryview(data)
-    sums = [crc32c.crc32c(view[i : i + BLOCK_BYTES]) or 1 for i in range(0, len(view), BLOCK_BYTES)]
+    sums = [_crc32c(view[i : i + BLOCK_BYTES]) or 1 for i in range(0, len(view), BLOCK_BYTES)]
     return np.array(sums, np.uint32)
+
+
+def _crc32c(data: bytes | memoryview) -> int:
+    import crc32c  # here, because most programs have no disk cache
+
+    checksum: int = crc32c.crc32c(data)
+    return checksum
 
 
 def _read_size(descriptor: int) -> int | None:
@@ -370,7 +376,7 @@ def _read_size(descriptor: int) -> int | None:
     if len(head) < _SIZE.size:
         return None
     magic, checksum, size = _SIZE.unpack(head)
-    is_known = magic in (_MAGIC, _WHOLE) and checksum == crc32c.crc32c(size.to_bytes(8, "little"))
+    is_known = magic in (_MAGIC, _WHOLE) and checksum == _crc32c(size.to_bytes(8, "little"))
     return int(size) if is_known else None
 
 

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_random = random.SystemRandom()  # not the generator that a program seeds
+
 
 class Fault(enum.Enum):
     """What a failed request says about a repetition."""
@@ -44,7 +46,7 @@ class RetryPolicy:
     def pause_s(self, n_tries: int) -> float:
         """A random pause after this many tries, so that many clients do not come back at the same time."""
         longest = min(self.longest_pause_s, self.first_pause_s * 2.0 ** min(n_tries - 1, 30))
-        return longest * random.uniform(0.5, 1.0)  # noqa: S311 - not for cryptography
+        return longest * _random.uniform(0.5, 1.0)
 
 
 class GaveUp(Exception):  # noqa: N818 - says what happened; callers make an error of it

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import ClosedError, SchemaError, StoreExistsError, StoreNotFoundError
+from trajstore.format.codec import load_compressors
 from trajstore.format.commit_record import CommitRecord, stream_layouts
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.handles import EpisodeKey
@@ -254,6 +255,7 @@ def create_imported(
 def _create(
     storage: Storage, url: Url, schema: Schema | None, storage_options: Mapping[str, Any] | None, exist_ok: bool
 ) -> Store:
+    load_compressors()
     if storage.is_read_only:
         storage.check_writable()  # raises
     if not _make_root(storage) and not exist_ok:
@@ -291,6 +293,7 @@ def open(  # noqa: A001 - trajstore.open reads as it should
         CheckpointNotFoundError: The store has no such checkpoint.
         AmbiguousCheckpointError: Several checkpoints match, and none descends from all others.
     """
+    load_compressors()
     storage = open_storage(url, storage_options, fsync=fsync, disk_cache=disk_cache)
     store = Store(storage, url, storage_options)
     # What can be asked without an answer to another question is asked at once. The records come after the schema.
