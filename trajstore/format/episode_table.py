@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,11 +13,14 @@ from trajstore.errors import CorruptionError, EpisodeNotFoundError
 from trajstore.format.derived_summaries import SUMMARIES, DerivedValues, EpisodeRows, summarize
 from trajstore.format.episode_frame import to_frame
 from trajstore.format.handles import EpisodeKey
-from trajstore.format.spans import END_LABELS, End, VisibleSpans, join_spans_by_episode, span_table
+from trajstore.format.spans import END_LABELS, End, VisibleSpans, expand_ranges, join_spans_by_episode, span_table
 from trajstore.schema import Array, Schema
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+_TEXT_GAP_BYTES = 64 << 10  # text between two episodes that is not worth a second read
 
 
 class SpanExtent(NamedTuple):
@@ -26,6 +30,16 @@ class SpanExtent(NamedTuple):
     t_start: int
     row_start: int
     row_stop: int
+
+
+class RowRanges(NamedTuple):
+    """Where the rows of episodes are stored: range i is ``[start, stop)`` of the stream at ``source``."""
+
+    source: Array  # position of the stream in the snapshot
+    start: Array
+    stop: Array
+    row: Array  # row of the episode in its table
+    ends_in_final: Array  # whether the last row is a final row, which holds values of some fields only
 
 
 class EpisodeTable:
@@ -56,6 +70,7 @@ class EpisodeTable:
         derived: DerivedValues | None = None,
     ) -> None:
         self._derived = derived
+        self._is_ordered = True  # by stream and episode
         self._is_history = is_history
         self._n_streams = len(streams)
         self._streams = np.array([*streams, *streams] if is_history else streams, dtype=object)
@@ -125,6 +140,35 @@ class EpisodeTable:
         rows = EpisodeRows(spans["source"], spans["row_start"], stop, self._first, self._last)
         return summarize(how, self._derived.numbers(column), rows)
 
+    def take(self, rows: Sequence[int] | Array) -> EpisodeTable:
+        """Some of the episodes as a table, in the given order.
+
+        Its columns cost what these episodes cost: a page of a long table is cheap.
+        """
+        chosen = np.asarray(rows, np.int64)
+        if len(chosen) and not (-len(self) <= chosen.min() and chosen.max() < len(self)):
+            raise EpisodeNotFoundError(f"no episode {chosen.max()}: this table has {len(self)} episodes")
+        part = copy.copy(self)
+        part._first, part._last = self._first[chosen], self._last[chosen]
+        part._rows, part._n_evicted = self._rows[chosen], self._n_evicted[chosen]
+        part._is_ordered = False
+        return part
+
+    def codes(self, name: str) -> tuple[Array, Array]:
+        """``stream`` or ``end`` as positions in an array of labels: quicker than text where episodes are many."""
+        labels = {"stream": self._streams, "end": END_LABELS}[name]
+        return self._last_span(name), labels
+
+    @property
+    def row_ranges(self) -> RowRanges:
+        """Where the rows of all episodes are stored, episode after episode, in order of time."""
+        s = self._spans
+        owner, k = expand_ranges(self._first, self._last + 1)
+        is_last = k == self._last[owner]
+        return RowRanges(
+            s["source"][k], s["row_start"][k], s["row_stop"][k], owner, is_last & (s["has_final"][k] != 0)
+        )
+
     @property
     def stream_positions(self) -> Array:
         """By row, the position of its stream in the snapshot."""
@@ -164,17 +208,20 @@ class EpisodeTable:
         return column
 
     def _texts(self) -> list[dict[str, Any]]:
-        """The text of every episode, parsed; each stream's text is read once."""
+        """The text of every episode, parsed; what lies close together is read at once."""
         s, last = self._spans, self._last
         source, start, stop = s["source"][last], s["text_start"][last], s["text_stop"][last]
         has_text = stop > start
         texts: list[dict[str, Any]] = [{} for _ in range(len(self))]
         for stream in np.unique(source[has_text]):
             chosen = np.flatnonzero(has_text & (source == stream))
-            low, high = int(start[chosen].min()), int(stop[chosen].max())
-            data = self._read_text(int(stream), low, high)
-            for i in chosen:
-                texts[i] = _parse_text(data[start[i] - low : stop[i] - low])
+            chosen = chosen[np.argsort(start[chosen], kind="stable")]
+            is_far = start[chosen][1:] - stop[chosen][:-1] > _TEXT_GAP_BYTES
+            for near in np.split(chosen, np.flatnonzero(is_far) + 1):
+                low, high = int(start[near[0]]), int(stop[near].max())
+                data = self._read_text(int(stream), low, high)
+                for i in near:
+                    texts[i] = _parse_text(data[start[i] - low : stop[i] - low])
         return texts
 
     def _without_declared(self, text: dict[str, Any]) -> dict[str, Any]:
@@ -204,6 +251,8 @@ class EpisodeTable:
             EpisodeNotFoundError: This snapshot does not show it.
         """
         stream = np.flatnonzero(self._streams == key.stream)
+        if not self._is_ordered:
+            return self._find_unordered(key)
         streams, episodes = self._spans["stream"][self._last], self._spans["episode"][self._last]
         if len(stream):
             low, high = np.searchsorted(streams, [stream[0], stream[0] + 1])
@@ -211,6 +260,13 @@ class EpisodeTable:
             if i < high and episodes[i] == key.episode:
                 return int(i)
         raise EpisodeNotFoundError(f"this snapshot has no episode {key.episode} of stream {key.stream!r}")
+
+    def _find_unordered(self, key: EpisodeKey) -> int:
+        is_found = self._last_span("episode") == key.episode
+        for i in np.flatnonzero(is_found):
+            if self.key(int(i)) == key:
+                return int(i)
+        raise EpisodeNotFoundError(f"this table has no episode {key.episode} of stream {key.stream!r}")
 
     def _position(self, i: int) -> int:
         if not -len(self) <= i < len(self):

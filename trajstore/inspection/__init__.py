@@ -1,0 +1,6 @@
+"""Questions about a store, answered with bounded memory.
+
+`episode_queries` filters (`filters`, written in the language of `filter_syntax`), sorts and pages the episode table
+by its columns (`episode_columns`). `downsampling` shortens time series for a plot. `field_statistics` summarises
+the values of fields in a sample of rows (`row_samples`).
+"""
