@@ -4,9 +4,8 @@
 writers append and whose snapshots are read; `Reader` samples batches of `Windows` from it.
 
 - The live buffer: `ReplayBuffer`, `Retention`, `SamplesPerInsert`, `redistribute`, `request_checkpoint`.
-- Stores: `create`, `open`, `copy`, `pack`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`, `Schema`, `Field`,
-  `Checkpoint`, `DiskCache`,
-  `estimate_cost`, `Cost`, `Prices`.
+- Stores: `create`, `open`, `copy`, `merge`, `pack`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`, `Schema`,
+  `Field`, `Checkpoint`, `DiskCache`, `estimate_cost`, `Cost`, `Prices`.
 - Sampling: `Reader`, `Windows`, `Batch`, `Priorities`, `Linear`, `Hindsight`, `Mixture`, `Ring`, `BatchDataset`,
   `WindowDataset`.
 - Errors: all are a `TrajstoreError`.
@@ -51,6 +50,7 @@ from trajstore.schema import Field, Schema
 from trajstore.storage import DiskCache
 from trajstore.store.checkpoints import Checkpoint
 from trajstore.store.copying import copy
+from trajstore.store.merging import merge
 from trajstore.store.packing import pack
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store, create, open  # noqa: A004
@@ -135,6 +135,7 @@ __all__ = [
     "copy",
     "create",
     "estimate_cost",
+    "merge",
     "open",
     "pack",
     "redistribute",

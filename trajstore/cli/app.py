@@ -17,6 +17,7 @@ from trajstore.cli.checkpoints import checkpoints, redistribute, request_checkpo
 from trajstore.cli.exit_codes import FAILED, FINE, print_error, run_command
 from trajstore.cli.import_export import add_import_and_export
 from trajstore.cli.info import info
+from trajstore.cli.new_stores import copy_store, merge_stores
 from trajstore.cli.pack import pack_store
 from trajstore.cli.parameters import Argument, Option, find_secrets
 from trajstore.cli.rlinf import RLINF_COMMANDS
@@ -31,6 +32,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "info": info,
     "sample": sample,
     "verify": verify_store,
+    "copy": copy_store,
+    "merge": merge_stores,
     "pack": pack_store,
     "checkpoints": checkpoints,
     "redistribute": redistribute,
@@ -94,7 +97,8 @@ def _adapt(command: Callable[..., int], name: str) -> Callable[..., None]:
     import typer
 
     def run(**arguments: Any) -> None:
-        secrets = find_secrets(arguments.get("storage_option") or ())
+        options = (arguments.get(name) or () for name in ("storage_option", "target_option"))
+        secrets = find_secrets([pair for pairs in options for pair in pairs])
         raise typer.Exit(run_command(command, arguments, secrets))
 
     hints = get_type_hints(command, include_extras=True)

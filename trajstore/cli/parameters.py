@@ -47,6 +47,10 @@ StorageOptions = Annotated[
         "KEY=VALUE",
     ),
 ]
+TargetOptions = Annotated[
+    list[str] | None,
+    Option("--target-option", "As --storage-option, for the new store.", "KEY=VALUE"),
+]
 DiskCacheOption = Annotated[
     str | None,
     Option(

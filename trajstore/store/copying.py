@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from trajstore.errors import (
-    CheckpointNotFoundError,
-    CorruptionError,
-    SnapshotExpiredError,
-    StoreExistsError,
-)
+from trajstore.errors import CheckpointNotFoundError, CorruptionError, SnapshotExpiredError
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.ids import is_stream_id
 from trajstore.format.marks import Marks
-from trajstore.format.zarr_json import to_json_bytes
 from trajstore.schema import Schema
-from trajstore.storage import Put, Storage, open_storage
+from trajstore.storage import Storage, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints, stored_objects
+from trajstore.store.new_store import (
+    Progress,
+    StreamObject,
+    clear_remains,
+    complete,
+    copy_wave,
+    put_record,
+    stream_objects,
+    waves,
+)
 from trajstore.store.schema_objects import read_schema, read_schemas, schema_key
 from trajstore.store.snapshot import Snapshot
-from trajstore.store.store import Store, Url, check_root, put_root
+from trajstore.store.store import Store, Url, check_root
 from trajstore.store.store import open as open_store
 
-Progress = Callable[[int, int], None]  # bytes copied so far, bytes in total
-
-_WAVE_OBJECTS = 256
 _MAX_ATTEMPTS = 5
-_TOP_NAMES = frozenset({"scratch", "schema", "streams", "checkpoints"})
 
 
 def copy(
@@ -74,66 +74,21 @@ def copy_objects(
     source: Storage, target: Storage, *, at: str | None = None, progress: Progress | None = None
 ) -> None:
     """Copy a store between storages; see `copy`."""
-    if target.is_read_only:
-        target.check_writable()  # raises
     check_root(source)
     schema = read_schema(source)
     checkpoint = None if at is None else find(source, at)
-    _clear(target)
+    clear_remains(target)
     copying: _Copying = _StoreCopying(source, target, schema, progress)
     if checkpoint is not None:
         copying = _CheckpointCopying(source, target, schema, progress, checkpoint)
     records, checkpoints = copying.copy_chunks()
-    _put_records(target, records)
+    for record in records.values():
+        put_record(target, record)
     copying.copy_checkpoints(checkpoints)
     for number in range(len(read_schemas(source))):  # read again: fields may have been added during the copy
         source.copy(schema_key(number), target, schema_key(number))
-    _check_records(target, schema, records)
-    if not put_root(target):
-        raise StoreExistsError(f"{target.display}: another process created a store there during the copy")
+    complete(target, schema, records)
     copying.report_end()
-
-
-def _clear(target: Storage) -> None:
-    """Remove the remains of an interrupted copy.
-
-    Raises:
-        StoreExistsError: The target holds anything else.
-    """
-    names = set(target.list_names(""))
-    if "zarr.json" in names:
-        raise StoreExistsError(f"{target.display} is already a store; choose another location for the copy")
-    remains = [f"{part}/{name}" for part in ("streams", "checkpoints") for name in target.list_names(part)]
-    remains = [key for key in remains if not key.endswith("/zarr.json")]
-    is_copy = names <= _TOP_NAMES and all(is_stream_id(key.partition("/")[2]) for key in remains)
-    if not is_copy or not all(n == "zarr.json" or n.isdecimal() for n in target.list_names("schema")):
-        raise StoreExistsError(f"{target.display} is not empty; choose another location for the copy")
-    for key in (*remains, "schema"):
-        target.remove_tree(key)
-
-
-def _put_records(target: Storage, records: Mapping[str, CommitRecord]) -> None:
-    for record in records.values():
-        prefix = record.folder
-        nodes = {f"{prefix}/{path}/zarr.json": to_json_bytes(node) for path, node in record.nodes().items()}
-        target.put_many([Put(key, lambda data=data: data) for key, data in nodes.items()])  # type: ignore[misc]
-        target.put(record.key, record.to_bytes())
-
-
-def _check_records(target: Storage, schema: Schema | None, records: Mapping[str, CommitRecord]) -> None:
-    """Check that a reader of the copy finds exactly these records."""
-    found = {record.id: record for record in Snapshot.load(target, schema).streams}
-    if found != dict(records):
-        wrong = sorted(id_ for id_ in found.keys() | records.keys() if found.get(id_) != records.get(id_))
-        raise CorruptionError(f"{target.display}: streams differ from the copied ones: {', '.join(wrong)}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """One object to copy."""
-
-    key: str
-    may_link: bool  # it never changes, so a hard link will do
 
 
 class _Copying:
@@ -158,7 +113,8 @@ class _Copying:
             try:
                 record, keys = stored_objects(self._source, checkpoint)
                 sizes = {} if self._progress is None else self._source.tree_sizes(prefix)
-                self._copy((_Object(key, not key.endswith("/zarr.json")) for key in keys), sizes)
+                names = (key.removeprefix(f"{prefix}/") for key in keys)
+                self._copy(prefix, (StreamObject(name, not name.endswith("zarr.json")) for name in names), sizes)
             except (FileNotFoundError, CheckpointNotFoundError) as error:
                 self._drop(checkpoint, error)
             else:
@@ -195,14 +151,15 @@ class _Copying:
     def _stream_bytes(self, record: CommitRecord, first: int) -> int:
         sizes = self._sizes(record)
         # The copy fails at the first missing object; a damaged record may claim any number after it.
-        existing = itertools.takewhile(lambda o: o.key in sizes, _objects(record, first, None))
-        return sum(sizes[o.key] for o in existing)
+        keys = (f"{record.folder}/{o.path}" for o in stream_objects(record, first))
+        return sum(sizes[key] for key in itertools.takewhile(lambda key: key in sizes, keys))
 
     def _sizes(self, record: CommitRecord) -> dict[str, int]:
         return {} if self._progress is None else self._source.tree_sizes(record.folder)
 
     def _copy_stream(self, record: CommitRecord, first: int) -> None:
-        self._copy(_objects(record, first, self._copied.get(record.folder)), self._sizes(record))
+        objects = stream_objects(record, first, self._copied.get(record.folder))
+        self._copy(record.folder, objects, self._sizes(record))
         self._copied[record.folder] = record
 
     def _drop_others(self, records: Mapping[str, CommitRecord]) -> None:
@@ -211,26 +168,12 @@ class _Copying:
         for stream in set(copied) - {record.as_stored().id for record in records.values()}:
             self._target.remove_tree(f"streams/{stream}")
 
-    def _copy(self, objects: Iterator[_Object], sizes: Mapping[str, int]) -> None:
-        while wave := list(itertools.islice(objects, _WAVE_OBJECTS)):
-            for may_link in (True, False):
-                keys = [(o.key, o.key) for o in wave if o.may_link == may_link]
-                self._source.copy_many(keys, self._target, may_link=may_link)
+    def _copy(self, folder: str, objects: Iterator[StreamObject], sizes: Mapping[str, int]) -> None:
+        for wave in waves(objects):
+            copy_wave(self._source, folder, self._target, folder, wave)
             if self._progress is not None:
-                self._n_bytes += sum(sizes.get(o.key, 0) for o in wave)
+                self._n_bytes += sum(sizes.get(f"{folder}/{o.path}", 0) for o in wave)
                 self._progress(min(self._n_bytes, self._total_bytes), self._total_bytes)
-
-
-def _objects(record: CommitRecord, first: int, copied: CommitRecord | None) -> Iterator[_Object]:
-    """Objects with rows that a record names, from row ``first`` on; without those copied for an older record."""
-    for path, layout in record.layouts.items():
-        size = layout.shard_rows or layout.chunk_rows
-        n_rows, start = record.length(path), first // size if path.startswith("steps/") else 0
-        if copied is not None and not path.startswith("columns/"):  # columns are replaced in the same places
-            start = max(start, copied.length(path) // size)
-        for i in range(start, -(-n_rows // size)):
-            key = f"{record.folder}/{path}/{layout.chunk_key(i * layout.chunks_per_shard)}"
-            yield _Object(key, record.is_sealed and (i + 1) * size <= n_rows)
 
 
 class _CheckpointCopying(_Copying):
