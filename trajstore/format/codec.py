@@ -24,7 +24,7 @@ _BLOSC_NAMES = ("lz4", "lz4hc", "blosclz", "zstd", "snappy", "zlib")
 
 def load_compressors() -> None:
     """Import the compressors before threads use them: a child that is forked during an import can't import them."""
-    import crc32c
+    import crc32c  # noqa: F401
     import numcodecs.blosc
     import numcodecs.zstd  # noqa: F401
 

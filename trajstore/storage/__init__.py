@@ -3,7 +3,7 @@
 Keys are relative paths with ``/``. A put is atomic (readers see the old bytes or the new, never a mix)
 and durable when it returns. Threads may share a storage; it may be forked and pickled.
 
-What only remote storages need is imported at its first use, so a program with local stores does not wait for fsspec.
+What only remote storages need is imported at its first use: a program with local stores does not wait for fsspec.
 """
 
 from __future__ import annotations
