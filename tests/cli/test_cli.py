@@ -179,13 +179,14 @@ def test_returns_that_are_not_finite_are_null_in_json(url: str) -> None:
     assert run_json("info", url)["episodes"]["return"] == {"mean": None, "min": None, "max": None}
 
 
-def test_tables_fit_a_terminal_of_100_columns(template: Path) -> None:
+@pytest.mark.parametrize("width", [80, 100])
+def test_tables_fit_a_terminal(template: Path, width: int) -> None:
     facts = run_json("info", template, "--sizes")
-    console = Console(width=100, record=True, file=sys.stderr, quiet=False, markup=False, highlight=False)
+    console = Console(width=width, record=True, file=sys.stderr, quiet=False, markup=False, highlight=False)
     with console.capture() as captured:
         print_info(console, facts)
     lines = captured.get().splitlines()
-    assert max(len(line) for line in lines) <= 100
+    assert max(len(line) for line in lines) <= width
     assert any(facts["streams"][0]["id"] in line for line in lines)  # in one piece, to be copied
     assert any("observation/pixels" in line for line in lines)
 

@@ -60,7 +60,7 @@ def app() -> "typer.Typer":
         name="trajstore",
         help="Inspect, sample, verify, import and export stores of trajectories.",
         no_args_is_help=True,
-        add_completion=False,
+        add_completion=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )

@@ -14,6 +14,8 @@ from trajstore.store.checkpoints import Checkpoint, list_checkpoints
 if TYPE_CHECKING:
     from rich.console import Console
 
+_WIDE = 110  # columns of a terminal that has room for everything
+
 
 def checkpoints(url: Url, storage_option: StorageOptions = None, as_json: AsJson = False) -> int:
     """List the checkpoints of a store, oldest first."""
@@ -90,12 +92,16 @@ def print_checkpoints(console: "Console", found: Sequence[Facts]) -> None:
     if not found:
         console.print("No checkpoints.\n")
         return
-    headings = ("=name", "=created (UTC)", ">ranks", ">streams", ">rows", "id", "parent")
+    is_wide = console.width >= _WIDE
+    ranks, parent = ((">ranks",), ("parent",)) if is_wide else ((), ())
+    headings = ("=name", "=created (UTC)", *ranks, ">streams", ">rows", "id", *parent)
     table = make_table(f"Checkpoints: {len(found):,}", *headings)
     for c in found[-MAX_LISTED:]:
         counts = f"{c['ranks']:,}", f"{c['streams']:,}", f"{c['rows']:,}"
-        created = format_time(c["created_at"])
-        table.add_row(printable(c["name"]), created, *counts, c["id"], printable(c["parent"] or ""))
+        cells = [format_time(c["created_at"]), *counts, c["id"], printable(c["parent"] or "")]
+        if not is_wide:
+            cells = [cells[0][5:], *cells[2:5]]  # without the year, the ranks and the parent
+        table.add_row(printable(c["name"]), *cells)
     console.print(table)
     if len(found) > MAX_LISTED:
         console.print(f"and {len(found) - MAX_LISTED:,} older ones; --json lists all\n")

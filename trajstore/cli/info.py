@@ -138,16 +138,24 @@ def _stream_facts(record: CommitRecord, first_row: int, snapshot: Snapshot) -> F
 
 def _episode_facts(snapshot: Snapshot) -> Facts:
     table = snapshot.episodes
-    lengths, ends, returns = table["length"], table["end"], table["return"].astype(np.float64)
+    lengths, returns = table["length"], table["return"].astype(np.float64)
     returns = returns[~np.isnan(returns)]
     facts: Facts = {"n_episodes": len(table), "n_steps": int(lengths.sum())}
-    history = snapshot.history(abandoned=True)
-    facts["n_evicted"] = int((history["is_evicted"] & ~history["is_abandoned"]).sum())
-    facts["n_abandoned"] = int(history["is_abandoned"].sum())
-    facts["ends"] = {str(end): int((ends == end).sum()) for end in sorted(set(ends))}
+    facts["n_evicted"], facts["n_abandoned"] = _n_unshown(snapshot)
+    codes, labels = table.codes("end")
+    counts = np.bincount(codes, minlength=len(labels))
+    facts["ends"] = {str(labels[i]): int(counts[i]) for i in np.argsort(labels) if counts[i]}
     facts["length"] = _summarize(lengths, ("min", "median", "max"))
     facts["return"] = _summarize(returns, ("mean", "min", "max"))
     return facts
+
+
+def _n_unshown(snapshot: Snapshot) -> tuple[int, int]:
+    """How many episodes are evicted, and how many abandoned."""
+    if not snapshot.lineage.limits and not any(Marks.wanted(snapshot.streams).values()):
+        return 0, 0  # without a second table, which takes half a second for a million episodes
+    history = snapshot.history(abandoned=True)
+    return int((history["is_evicted"] & ~history["is_abandoned"]).sum()), int(history["is_abandoned"].sum())
 
 
 def _summarize(values: Array, names: Sequence[str]) -> dict[str, float] | None:
@@ -196,10 +204,14 @@ def _print_schema(console: "Console", schema: Facts | None) -> None:
         return
     with_sizes = "stored_bytes" in schema["fields"][0]
     sizes = (">stored", ">decoded", ">ratio") if with_sizes else ()
-    table = make_table("Schema", "field", "dtype", "final", ">chunk rows", "codec", *sizes)
+    has_room = not with_sizes or console.width >= _WIDE - 20
+    layout = ("final", ">chunk rows") if has_room else ()
+    table = make_table("Schema", "field", "dtype", *layout, "codec", *sizes)
     for field in schema["fields"]:
-        chunks, codecs = ", ".join(map(str, field["chunk_rows"])), ", ".join(field["codec"])
-        cells = [field["field"], format_dtype(field), "yes" if field["final"] else "", chunks, codecs]
+        cells = [field["field"], format_dtype(field)]
+        if has_room:
+            cells += ["yes" if field["final"] else "", ", ".join(map(str, field["chunk_rows"]))]
+        cells.append(", ".join(field["codec"]))
         if with_sizes:
             stored, decoded = field["stored_bytes"], field["decoded_bytes"]
             cells += [format_bytes(stored), format_bytes(decoded), f"{decoded / stored:.1f}x" if stored else ""]
@@ -224,22 +236,14 @@ def _print_streams(console: "Console", streams: Sequence[Facts]) -> None:
         ">rank": _format_rank,
     }
     extra = {heading: cell for heading, cell in optional.items() if any(cell(s) for s in streams)}
-    mark = "=" if max(len(s["id"]) for s in streams) <= _LONG_ID else ""
     is_wide = console.width >= _WIDE
-    created = "=created (UTC)" if is_wide else "=created"
-    columns = (
-        f"{mark}stream",
-        ">rows",
-        ">spans",
-        ">commits",
-        "=state",
-        created,
-        ">last commit" if is_wide else ">idle",
-    )
+    mark = "=" if is_wide and max(len(s["id"]) for s in streams) <= _LONG_ID else ""
+    times = ("=created (UTC)", ">last commit") if is_wide else (">idle",)
+    columns = (f"{mark}stream", ">rows", ">spans", ">commits", "=state", *times)
     table = make_table(f"Streams: {len(streams):,}", *columns, *extra)
     for s in streams[-MAX_LISTED:]:
-        when, age = format_time(s["created_at"]), format_age(time.time() - s["committed_at"])
-        times = (when, f"{age} ago") if is_wide else (when[:10], age)
+        age = format_age(time.time() - s["committed_at"])
+        times = (format_time(s["created_at"]), f"{age} ago") if is_wide else (age,)
         counts = (f"{s[name]:,}" for name in ("rows", "spans", "commits"))
         table.add_row(s["id"], *counts, s["state"], *times, *(cell(s) for cell in extra.values()))
     console.print(table)

@@ -45,13 +45,27 @@ def progress_bar(unit: str) -> Iterator[Progress | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    columns = (unit, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(unit, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    done = DownloadColumn(binary_units=True) if unit == "bytes" else MofNCompleteColumn()
+    columns = (unit, BarColumn(None), done, TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True, expand=True) as bar:
+        task = bar.add_task(unit, total=None, rate="")
+
+        def move(n_done: int, total: int) -> None:
+            bar.update(task, completed=n_done, total=total, rate=format_rate(bar.tasks[0].speed, unit))
+
+        yield move
+
+
+def format_rate(speed: float | None, unit: str) -> str:
+    """Return how many a second, such as ``1,234/s`` or ``3.2 MiB/s``; empty if it is not known yet."""
+    if speed is None:
+        return ""
+    if unit == "bytes":
+        return f"{format_bytes(speed)}/s"
+    return f"{speed:,.0f}/s" if speed >= 10 else f"{speed:.2g}/s"
 
 
 def make_table(title: str, *columns: str) -> "Table":
