@@ -10,8 +10,8 @@ writers append and whose snapshots are read; `Reader` samples batches of `Window
   `WindowDataset`.
 - Errors: all are a `TrajstoreError`.
 - `trajstore.compat`: drop-ins for other libraries; `trajstore.datasets`: importers and exporters;
-  `trajstore.logging`: figures for TensorBoard and others; `trajstore.ray`: the buffer on many machines;
-  `trajstore.testing`: tools for your tests.
+  `trajstore.logging`: figures for TensorBoard and others; `trajstore.plot`: plots; `trajstore.ray`: the buffer on
+  many machines; `trajstore.testing`: tools for your tests.
 
 These are the names that change only with a line in CHANGELOG.md. The other packages are described in
 docs/architecture.md.
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from trajstore import compat as compat
     from trajstore import datasets as datasets
     from trajstore import logging as logging
+    from trajstore import plot as plot
     from trajstore import ray as ray
     from trajstore import testing as testing
     from trajstore.distributed.partition_report import PartitionReport
@@ -163,7 +164,7 @@ _NEED_TORCH = {
 }
 
 
-_PACKAGES = ("compat", "datasets", "logging", "ray", "testing")
+_PACKAGES = ("compat", "datasets", "logging", "plot", "ray", "testing")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ import pytest
 import trajstore
 from trajstore.sampling.batch_iterator import BatchIterator
 
-PUBLIC_PACKAGES = {"compat", "datasets", "logging", "ray", "testing"}
+PUBLIC_PACKAGES = {"compat", "datasets", "logging", "plot", "ray", "testing"}
 LISTED = {
     "trajstore.compat": {"alf", "gymnasium", "objectrl", "rlinf", "stable_baselines3", "torchrl"},
     "trajstore.datasets": {
@@ -32,6 +32,7 @@ WITH_NAMES = (
     "trajstore.datasets.minari",
     "trajstore.datasets.torchrl",
     "trajstore.logging",
+    "trajstore.plot",
     "trajstore.ray",
 )
 

@@ -174,6 +174,17 @@ class EpisodeTable:
         """By row, the position of its stream in the snapshot."""
         return self._last_span("stream")
 
+    @property
+    def stream_names(self) -> list[str]:
+        """Ids of the snapshot's streams, in order."""
+        return [str(name) for name in self._streams[: self._n_streams]]
+
+    @property
+    def first_t(self) -> Array:
+        """By row, t of the first step that is still stored."""
+        first_t: Array = self._spans["t_start"][self._first]
+        return first_t
+
     def _last_span(self, name: str) -> Array:
         column: Array = self._spans[name][self._last]
         return column
