@@ -433,6 +433,13 @@ def test_a_child_forked_while_a_thread_connects_can_read(
     assert answer == b"data"
 
 
+def test_a_child_leaves_the_connections_of_its_parent_alone(behind: Place) -> None:
+    storage = open_storage(behind.url, {**behind.options, "retry_s": 0.3, "request_s": 5})
+    storage.put("key", b"data")
+    assert in_child(lambda: storage.get("key")) == b"data"
+    assert storage.get("key") == b"data"
+
+
 def shown(error: BaseException | None) -> str:
     """Everything that printing or logging an error and what it came from could show."""
     texts = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -10,14 +11,17 @@ from tests.conftest import Place
 from trajstore.storage import Storage, open_storage
 from trajstore.testing.conformance import StorageConformance
 
+IS_LONG = bool(os.environ.get("TRAJSTORE_ALL_SERVER_TESTS"))
+
 
 class OnServer(StorageConformance):
     kind: str
+    transport = "auto"
 
     @pytest.fixture
     def storage(self, new_place: Callable[[str], Place]) -> Storage:
         place = new_place(self.kind)
-        return open_storage(place.url, place.options)
+        return open_storage(place.url, {**place.options, "transport": self.transport})
 
 
 class TestSeaweedFS(OnServer):
@@ -37,6 +41,17 @@ class TestSeaweedFS(OnServer):
 
 class TestGCS(OnServer):
     kind = "gcs"
+
+
+class TestGCSByObstore(OnServer):
+    """By the XML interface, as `tests.support.servers.gcs_xml` reads Google's reference of it."""
+
+    kind = "gcs"
+    transport = "obstore"
+    if not IS_LONG:  # other classes have them by the same code
+        test_exactly_one_of_many_storage_objects_wins_an_exclusive_put = None
+        test_a_child_forked_in_the_middle_of_a_put_can_use_the_storage = None
+        test_a_storage_in_use_works_in_a_child_process = None
 
 
 class TestAzure(OnServer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import subprocess
@@ -17,6 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import trajstore
 from tests.conftest import Place
+from tests.support.proxy import Proxy
+from tests.support.servers.process import Server
 from trajstore import Field
 from trajstore.cli.app import main
 from trajstore.compat.rlinf.checkpoint_reference import CheckpointReference
@@ -50,6 +53,7 @@ SAID = [
         {"region": "r", "endpoint": ENDPOINT, "request_payer": True},
     ),
     ("gs://b/x", {"token": "anon", "project": "p"}, {"skip_signature": True}),
+    ("gs://b/x", {"token": "anon", "endpoint_url": f"{ENDPOINT}/"}, {"skip_signature": True, "base_url": ENDPOINT}),
     ("gcs://b/x", {"token": "keys.json"}, {"application_credentials": "keys.json"}),
     ("az://c/x", {"account_name": "a", "account_key": "k"}, {"account_name": "a", "account_key": "k"}),
     ("abfs://c/x", {"account_name": "a", "sas_token": "t"}, {"account_name": "a", "sas_key": "t"}),
@@ -72,9 +76,9 @@ def test_options_of_fsspec_are_said_in_obstores_words(
     client = obstore_client(url, options)
     assert client.config == config
     assert isinstance(service(url, {**options, "transport": "obstore"}), ObstoreStorage)
-    is_tested = not url.startswith("g")
-    assert isinstance(service(url, options), ObstoreStorage) is is_tested
-    assert ("not tested with GCS" in service(url, options).transport_reason) is not is_tested
+    is_default = not url.startswith("g")
+    assert isinstance(service(url, options), ObstoreStorage) is is_default
+    assert ("never tested with Google's" in service(url, options).transport_reason) is not is_default
 
 
 @pytest.mark.parametrize(
@@ -88,7 +92,7 @@ def test_options_of_fsspec_are_said_in_obstores_words(
         ("s3://b//x", S3, "path"),
         ("s3://k:s@b/x", {}, "more than a bucket"),
         ("gs://b/x", {"token": "cloud"}, "token"),
-        ("gs://b/x", {"endpoint_url": "http://127.0.0.1:1"}, "endpoint_url"),
+        ("gs://b/x", {"session_kwargs": {}}, "session_kwargs"),
         ("az://c/x", {"account_name": "a"}, "no credentials"),
         ("az://c/x", {"account_name": "a", "account_key": "k", "location_mode": "secondary"}, "location_mode"),
     ],
@@ -121,6 +125,20 @@ def test_the_transport_can_be_chosen_and_an_unknown_one_is_refused() -> None:
     for name in ("retry_s", "request_s", "hedge_s"):
         with pytest.raises(ValueError, match=f"{name}: expected seconds"):
             open_storage("s3://b/x", {**S3, name: "soon"})
+
+
+def test_an_anonymous_client_of_gcs_sends_no_token(server: Callable[[str], Server]) -> None:
+    """obstore would ask the machine for one, also where the user wants none."""
+    with contextlib.closing(Proxy(server("gcs").endpoint)) as proxy:
+        options = {**server("gcs").options_at(proxy.endpoint), "transport": "obstore", "retry_s": 1}
+        storage = open_storage(server("gcs").new_url(), options)
+        storage.put("key", b"data")
+        storage.copy("key", storage, "other")
+        assert storage.get("other") == b"data"
+        assert storage.list_names("") == ["key", "other"]
+        storage.delete(["key"])
+        assert {request.authorization.strip() for request in proxy.requests} <= {"", "Bearer"}
+        assert len(proxy.requests) == 5
 
 
 def test_a_filesystem_can_be_handed_in() -> None:

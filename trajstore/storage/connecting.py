@@ -17,8 +17,8 @@ from trajstore.storage.service import ServiceStorage
 _log = logging.getLogger(__name__)
 
 _TRANSPORTS = ("auto", "obstore", "fsspec")
-# No server on loopback has the XML interface of GCS, which obstore uses.
-_GCS_REASON = "obstore is not tested with GCS; the option transport='obstore' asks for it"
+# obstore uses the XML interface of GCS. Only the tests' own server has it on loopback, written from Google's reference.
+_GCS_REASON = "obstore was never tested with Google's servers; the option transport='obstore' asks for it"
 
 
 def connect(url: str, options: Mapping[str, Any]) -> ServiceStorage:

@@ -69,6 +69,9 @@ class ObstoreClient:
             "retry_config": {"max_retries": 0, "retry_timeout": timedelta(seconds=total_s)},
         }
         if self.service == "gcs":
+            if self.config.get("skip_signature"):
+                # Its puts ask for a token all the same, and would find the one of the machine.
+                options["credential_provider"] = lambda: {"token": "", "expires_at": None}
             return store.GCSStore(self.bucket, config=config, **options)
         if self.service == "azure":
             return store.AzureStore(self.bucket, config=config, **options)
@@ -145,9 +148,8 @@ def _s3(bucket: str, root: str, left: dict[str, Any]) -> ObstoreClient:
 
 def _gcs(bucket: str, root: str, left: dict[str, Any]) -> ObstoreClient:
     config: dict[str, Any] = {}
-    if "endpoint_url" in left:
-        # Emulators rarely have the XML interface that obstore uses; asked for by name, it is used.
-        raise UnmappedError("obstore may not find its interface at another endpoint_url than Google's")
+    if (endpoint := left.pop("endpoint_url", None)) is not None:
+        config["base_url"] = str(endpoint).rstrip("/")
     token = left.pop("token", None)
     if token == "anon":  # noqa: S105 - gcsfs's word for no credentials
         config["skip_signature"] = True

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import fsspec.core
-
-from trajstore.errors import MissingExtraError, StorageError
-from trajstore.storage.fsspec_client import call, leave_open_at_exit, make_one_try, one_try_options, package_of
+from trajstore.errors import StorageError
+from trajstore.storage.fsspec_connection import FsspecConnection
 from trajstore.storage.interface import ANY, Place, Put, check_key, check_tree
 from trajstore.storage.request_options import OWN_OPTIONS, ServiceOptions, client_options, service_options
 from trajstore.storage.retried_storage import RetriedStorage
@@ -49,62 +46,24 @@ class ReadOnlyStorage(RetriedStorage):
 
     def __init__(self, url: str, options: dict[str, Any], service: ServiceOptions) -> None:
         super().__init__(url, options, service)
-        self._filesystem: Any = None
-        self._root = ""
-        self._pid = 0
+        self._at = FsspecConnection(url, options, service.retries, display=self.display, secrets=self._secrets)
         self._heeds_ranges: bool | None = None  # whether the server sends parts of objects; None: not known
         self._is_web = bool(re.match(r"https?:", url))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadOnlyStorage, (self._url, self._options, self._service)
 
-    @property
-    def _fs(self) -> Any:
-        # Neither event loops nor the position in an open zip file may be shared with a forked process.
-        with self._lock:
-            if self._pid != os.getpid():
-                self._filesystem, self._root = self._connect()
-                self._pid = os.getpid()
-            return self._filesystem
-
-    def _connect(self) -> tuple[Any, str]:
-        """The filesystem and the path in it; a chain of URLs may be read for that."""
-        protocols = [link.partition(":")[0] for link in self._url.split("::")]
-        try:
-            found, path = fsspec.core.url_to_fs(self._url, **self._options_of(protocols))
-        except ImportError as error:
-            names = [package for protocol in protocols if (package := package_of(protocol)) is not None]
-            hint = f"pip install {' '.join(names)}" if names else str(error)
-            raise MissingExtraError(f"{self.display} needs a package that is not installed: {hint}") from error
-        make_one_try(found)
-        leave_open_at_exit(found)
-        return found, str(path).rstrip("/")
-
-    def _options_of(self, protocols: Sequence[str]) -> dict[str, Any]:
-        """The options of a chain: those of its first link beside those of the others, which their names hold."""
-        policy, options = self._service.retries, dict(self._options)
-        for protocol in protocols[1:]:
-            given = dict(options.get(protocol) or {})
-            options[protocol] = given | one_try_options(protocol, given, policy)
-        return options | one_try_options(protocols[0], options, policy)
-
     def renew(self) -> bool:
         """Connect again, so that the client looks for credentials where it first found them."""
-        with self._lock:
-            self._pid = 0
-        return True
-
-    def _path(self, key: str) -> str:
-        self._fs  # noqa: B018  (sets the root)
-        return "/".join(part for part in (self._root, key) if part)
+        return self._at.renew()
 
     def _asked(self, action: str, key: str, method: str, **kwargs: Any) -> Any:
         """Call a method of the filesystem with the path of an object, within the retry policy."""
-        return self.retried(action, key, lambda timeout_s: self._call(method, timeout_s, self._path(key), **kwargs))
+        return self.retried(action, key, lambda t: self._call(method, t, self._at.path(key), **kwargs))
 
     def _call(self, method: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
         # The client itself notices a connection without progress; a large object may take longer than that.
-        return call(self._fs, method, max(timeout_s, self._service.retries.total_s), *args, **kwargs)
+        return self._at.call(method, max(timeout_s, self._service.retries.total_s), *args, **kwargs)
 
     # ---- reading
 
@@ -137,9 +96,9 @@ class ReadOnlyStorage(RetriedStorage):
 
     def _found_at_once(self, places: Sequence[Place]) -> list[Any] | None:
         """Bytes or errors, by one call of the filesystem; None where it would read one after the other."""
-        if not getattr(self._fs, "async_impl", False) or not self._sends_ranges():
+        if not getattr(self._at.filesystem, "async_impl", False) or not self._sends_ranges():
             return None
-        paths = [self._path(key) for key, _, _ in places]
+        paths = [self._at.path(key) for key, _, _ in places]
         starts = [None if stop is None else start for _, start, stop in places]
         stops = [stop for _, _, stop in places]
         limits = {"batch_size": _N_CONNECTIONS, "on_error": "return"}
@@ -174,14 +133,14 @@ class ReadOnlyStorage(RetriedStorage):
     def _entries(self, prefix: str) -> set[str]:
         """Names directly below a prefix; on a web server those of directories end with a slash."""
         found = self.retried("list", prefix, lambda timeout_s: self._listed(prefix, timeout_s))
-        path = self._path(prefix)
+        path = self._at.path(prefix)
         below = f"{path}/" if path else ""
         names = (str(entry).lstrip("/" if not below else "").removeprefix(below) for entry in found)
         return {name for name in names if name.rstrip("/") and "/" not in name.rstrip("/") and "?" not in name}
 
     def _listed(self, prefix: str, timeout_s: float) -> list[Any]:
         try:
-            path = self._path(prefix)
+            path = self._at.path(prefix)
             return list(self._call("ls", timeout_s, f"{path}/" if self._is_web else path, detail=False))
         except (FileNotFoundError, NotADirectoryError):
             return []
@@ -198,13 +157,13 @@ class ReadOnlyStorage(RetriedStorage):
             keys = list(self._walk(prefix))
             return dict(zip(keys, self.map(self.size, keys), strict=True))
         found = self.retried("list", prefix, lambda timeout_s: self._found_below(prefix, timeout_s))
-        root = f"{self._root}/" if self._root else ""
+        root = f"{self._at.root}/" if self._at.root else ""
         named = ((str(name).lstrip("" if root else "/").removeprefix(root), entry) for name, entry in found.items())
         return {key: int(entry["size"]) for key, entry in named if key.startswith(f"{prefix}/" if prefix else "")}
 
     def _found_below(self, prefix: str, timeout_s: float) -> dict[str, Any]:
         try:
-            return dict(self._call("find", timeout_s, self._path(prefix), detail=True))
+            return dict(self._call("find", timeout_s, self._at.path(prefix), detail=True))
         except FileNotFoundError:
             return {}
 

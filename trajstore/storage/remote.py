@@ -8,11 +8,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import fsspec.core
-
-from trajstore.errors import MissingExtraError
-from trajstore.storage.fsspec_client import call, leave_open_at_exit, make_one_try, one_try_options, package_of
-from trajstore.storage.interface import ABSENT, ANY, Place, Storage, check_key, storage_error
+from trajstore.storage.fsspec_client import package_of
+from trajstore.storage.fsspec_connection import FsspecConnection
+from trajstore.storage.interface import ABSENT, ANY, Place, Storage, check_key
 from trajstore.storage.merged_ranges import merge
 from trajstore.storage.request_options import N_REQUESTS, ServiceOptions
 from trajstore.storage.service import RefusedConditionError, ServiceStorage
@@ -51,77 +49,38 @@ class FsspecStorage(ServiceStorage):
         filesystem: Any = None,
     ) -> None:
         super().__init__(url, options, service or ServiceOptions())
-        self._fs_pid = 0
-        self._given = filesystem
-        self._filesystem: Any = None
-        self._path_root = ""
-        self._protocol = url.partition(":")[0]
-        self.is_remote = self._protocol != "memory"
-        self.transport = (package_of(self._protocol) or "fsspec") if self.is_remote else ""
+        self._at = FsspecConnection(
+            url, options, self._service.retries, display=self.display, secrets=self._secrets, given=filesystem
+        )
+        protocol = url.partition(":")[0]
+        self.is_remote = protocol != "memory"
+        self.transport = (package_of(protocol) or "fsspec") if self.is_remote else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FsspecStorage, (self._url, self._options, self._service, self._given)
-
-    @property
-    def _fs(self) -> Any:
-        # An async filesystem does not survive a fork: its event loop thread is missing in the child.
-        with self._lock:
-            if self._fs_pid != os.getpid():
-                self._filesystem, self._path_root = self._connect()
-                self._fs_pid = os.getpid()
-            return self._filesystem
-
-    def _connect(self) -> tuple[Any, str]:
-        try:
-            if self._given is not None:
-                return self._given, fsspec.core.split_protocol(self._url)[1].rstrip("/")
-            policy = self._service.retries
-            defaults = one_try_options(self._protocol, self._options, policy)
-            filesystem, path = fsspec.core.url_to_fs(self._url, **(self._options | defaults))
-        except ImportError as error:
-            package = package_of(self._protocol)
-            hint = f"pip install {package}" if package else str(error)
-            raise MissingExtraError(f"{self.display} needs a package that is not installed: {hint}") from error
-        except ValueError as error:
-            raise storage_error("open", self.display, error, self._secrets) from None
-        if self.is_remote:
-            make_one_try(filesystem)
-            leave_open_at_exit(filesystem)
-        return filesystem, str(path).rstrip("/")
+        return FsspecStorage, (self._url, self._options, self._service, self._at.given)
 
     def renew(self) -> bool:
         """Connect again, so that the client looks for credentials where it first found them."""
-        if self._given is not None:
-            return False
-        with self._lock:
-            self._fs_pid = 0
-        return True
-
-    def _path(self, key: str) -> str:
-        self._fs  # noqa: B018  (sets the root path)
-        return f"{self._path_root}/{key}" if key else self._path_root
-
-    def _call(self, name: str, timeout_s: float, *args: Any, **kwargs: Any) -> Any:
-        return call(self._fs, name, timeout_s, *args, **kwargs)
+        return self._at.renew()
 
     def ask_bytes(self, key: str, start: int, stop: int | None, timeout_s: float) -> bytes:
         if stop is not None:
             limit_s = timeout_s + (stop - start) / _BYTES_PER_S
-            return bytes(self._call("cat_file", limit_s, self._path(key), start=start, end=stop))
+            return bytes(self._at.call("cat_file", limit_s, self._at.path(key), start=start, end=stop))
         # The client itself notices a connection without progress; a large object may take longer than that.
         limit_s = max(timeout_s, self._service.retries.total_s)
-        return bytes(self._call("cat_file", limit_s, self._path(key), **self._in_one_request()))
+        return bytes(self._at.call("cat_file", limit_s, self._at.path(key), **self._in_one_request()))
 
     def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
-        if len(places) <= 1 or self._service.hedge_s is not None or not getattr(self._fs, "async_impl", False):
+        if len(places) <= 1 or self._service.hedge_s is not None or not self._is_async:
             return super().get_ranges(places)
         requests, cut = merge(places)
-        paths = [self._path(key) for key, _, _ in requests]
+        paths = [self._at.path(key) for key, _, _ in requests]
         starts = [None if stop is None else start for _, start, stop in requests]
         stops = [stop for _, _, stop in requests]
         limit_s = self._service.retries.request_s + self._service.retries.total_s
         try:
-            found = self._call(
+            found = self._at.call(
                 "cat_ranges",
                 limit_s,
                 paths,
@@ -139,15 +98,19 @@ class FsspecStorage(ServiceStorage):
             found[i] = data
         return cut(found)
 
+    @property
+    def _is_async(self) -> bool:
+        return bool(getattr(self._at.filesystem, "async_impl", False))
+
     def ask_size(self, key: str, timeout_s: float) -> tuple[int, str]:
-        info = self._call("info", timeout_s, self._path(key), refresh=True)
+        info = self._at.call("info", timeout_s, self._at.path(key), refresh=True)
         has_version = self.compares_versions and "ETag" in info
         return int(info["size"]), str(info["ETag"]) if has_version else ANY
 
     def ask_names(self, prefix: str, timeout_s: float) -> list[str]:
-        path = self._path(prefix)
+        path = self._at.path(prefix)
         try:
-            entries = self._call("ls", timeout_s, path, detail=False, refresh=True)
+            entries = self._at.call("ls", timeout_s, path, detail=False, refresh=True)
         except FileNotFoundError:
             return []
         found = {str(entry).rstrip("/").rpartition("/")[2] for entry in entries}
@@ -157,12 +120,12 @@ class FsspecStorage(ServiceStorage):
         # A tree may take many requests, one after another.
         limit_s = max(timeout_s, self._service.retries.total_s)
         try:
-            entries = self._call("find", limit_s, self._path(prefix), detail=True, refresh=True)
+            entries = self._at.call("find", limit_s, self._at.path(prefix), detail=True, refresh=True)
         except FileNotFoundError:
             return {}
         if not isinstance(entries, dict):  # adlfs, of an object: nothing is below it
             return {}
-        below, root = f"{self._path(prefix)}/", f"{self._path_root}/"
+        below, root = f"{self._at.path(prefix)}/", f"{self._at.root}/"
         named = ((str(name), entry) for name, entry in entries.items())
         return {n.removeprefix(root): int(e["size"]) for n, e in named if n.startswith(below) and n[-1] != "/"}
 
@@ -172,25 +135,25 @@ class FsspecStorage(ServiceStorage):
 
         def copy(pair: tuple[str, str]) -> None:
             check_key(pair[1])
-            paths = self._path(pair[0]), other._path(pair[1])
-            self.retried("copy", pair[0], lambda timeout_s: self._call("cp_file", timeout_s, *paths))
+            paths = self._at.path(pair[0]), other._at.path(pair[1])
+            self.retried("copy", pair[0], lambda timeout_s: self._at.call("cp_file", timeout_s, *paths))
 
         self.map(copy, keys)
         return None
 
     def _is_same_service(self, other: FsspecStorage) -> bool:
         """Whether the service itself can copy objects between the two storages, complete when it answers."""
-        mine, theirs = self._fs, other._fs
+        mine, theirs = self._at.filesystem, other._at.filesystem
         is_same = type(mine) is type(theirs) and mine.storage_options == theirs.storage_options
         return is_same and not _COPIES_ITSELF.isdisjoint(self._protocols())
 
     def ask_delete(self, keys: Sequence[str], timeout_s: float) -> None:
         for key in keys:
             with contextlib.suppress(FileNotFoundError):
-                self._call("rm_file", timeout_s, self._path(key))
+                self._at.call("rm_file", timeout_s, self._at.path(key))
 
     def ask_put(self, key: str, data: bytes, expect: str, timeout_s: float) -> str:
-        path, kwargs = self._path(key), dict[str, Any]()
+        path, kwargs = self._at.path(key), dict[str, Any]()
         if expect not in (ANY, ABSENT):
             kwargs["IfMatch"] = expect
         if self.compares_versions:
@@ -198,8 +161,8 @@ class FsspecStorage(ServiceStorage):
         limit_s = timeout_s + len(data) / _BYTES_PER_S
         mode = "create" if expect == ABSENT else "overwrite"
         try:
-            with contextlib.nullcontext() if getattr(self._fs, "async_impl", False) else _memory_lock:
-                answer = self._call("pipe_file", limit_s, path, data, mode=mode, **kwargs)
+            with contextlib.nullcontext() if self._is_async else _memory_lock:
+                answer = self._at.call("pipe_file", limit_s, path, data, mode=mode, **kwargs)
         except FileExistsError:
             raise
         except OSError as error:
@@ -217,7 +180,7 @@ class FsspecStorage(ServiceStorage):
         return "s3" in self._protocols()
 
     def _protocols(self) -> tuple[str, ...]:
-        protocol = self._fs.protocol
+        protocol = self._at.filesystem.protocol
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
 
 

@@ -1,4 +1,4 @@
-"""GCS by gcp-storage-emulator, with the conditions that the emulator lacks (`gcs_process`)."""
+"""GCS by gcp-storage-emulator, with what the emulator lacks (`gcs_process`, `gcs_xml`)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def start() -> Iterator[Server]:
         raise NotInstalledError("'pip install gcsfs gcp-storage-emulator' installs it")
     (port,) = free_ports(1)
     endpoint, bucket = f"http://127.0.0.1:{port}", new_bucket_name()
-    command = [sys.executable, "-P", str(Path(__file__).with_name("gcs_process.py")), str(port), bucket]
-    with running(command, endpoint):
+    command = [sys.executable, "-m", "tests.support.servers.gcs_process", str(port), bucket]
+    with running(command, endpoint, cwd=Path(__file__).parents[3]):
         yield Server(endpoint, bucket, "gs", options_at)

@@ -1,7 +1,7 @@
 """The process of gcp-storage-emulator, with what GCS promises and the emulator lacks.
 
-The emulator ignores ``ifGenerationMatch``, parses uploads as mail (which cuts a carriage return off their end), and
-does not protect a listing from another thread that changes what it lists.
+The emulator ignores ``ifGenerationMatch``, parses uploads as mail (which cuts a carriage return off their end),
+does not protect a listing from another thread that changes what it lists, and has no XML interface (`gcs_xml`).
 
 Arguments: the port and the bucket.
 """
@@ -16,6 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from gcp_storage_emulator import server, storage
 from gcp_storage_emulator.exceptions import NotFound
+
+from tests.support.servers import gcs_xml
 
 _request = threading.local()
 _lock = threading.RLock()
@@ -53,6 +55,9 @@ class Storage(storage.Storage):  # type: ignore[misc]
 
 class Router(server.Router):  # type: ignore[misc]
     def handle(self, method: str) -> None:
+        if gcs_xml.is_xml(self._request_handler.path):
+            self._handle_xml(method)
+            return
         _request.query = parse_qs(urlsplit(self._request_handler.path).query)
         try:
             super().handle(method)
@@ -61,6 +66,29 @@ class Router(server.Router):  # type: ignore[misc]
             answer.status = HTTPStatus.PRECONDITION_FAILED
             answer.json({"error": {"code": 412, "message": "conditionNotMet"}})
             answer.close()
+
+    def _handle_xml(self, method: str) -> None:
+        handler = self._request_handler
+        asked = gcs_xml.asked(method, handler.path, handler.headers, server._read_raw_data(handler))
+        condition = handler.headers.get("x-goog-if-generation-match")
+        _request.query = {} if condition is None else {"ifGenerationMatch": [condition]}
+        try:
+            answer = gcs_xml.answer(asked, handler.storage, _lock)
+        except PreconditionFailedError:
+            answer = gcs_xml.error_412()
+        handler.send_response(answer.status)
+        for name, value in ({"Content-Length": str(len(answer.body))} | dict(answer.headers)).items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        if method != "HEAD":
+            handler.wfile.write(answer.body)
+
+
+class RequestHandler(server.RequestHandler):  # type: ignore[misc]
+    disable_nagle_algorithm = True  # else each answer waits for 40 ms
+
+    def do_HEAD(self) -> None:
+        Router(self).handle("HEAD")
 
 
 _read_data = server._read_data
@@ -85,7 +113,7 @@ def _exact_data(handler: Any, query: Any) -> Any:
 
 def main() -> None:
     server.Storage, server.Router, server._read_data = Storage, Router, _exact_data
-    server.RequestHandler.disable_nagle_algorithm = True  # else each answer waits for 40 ms
+    server.RequestHandler = RequestHandler
     server.create_server("127.0.0.1", int(sys.argv[1]), in_memory=True, default_bucket=sys.argv[2]).run()
 
 
