@@ -17,7 +17,7 @@ from trajstore.storage.service import ServiceStorage
 _log = logging.getLogger(__name__)
 
 _TRANSPORTS = ("auto", "obstore", "fsspec")
-# obstore uses the XML interface of GCS. Only the tests' own server has it on loopback, written from Google's reference.
+# obstore uses GCS's XML interface, which on loopback only the tests' own server has, by Google's reference.
 _GCS_REASON = "obstore was never tested with Google's servers; the option transport='obstore' asks for it"
 
 
