@@ -29,12 +29,14 @@ class ScalarWriter(Protocol):
 class TensorBoardLogger:
     """Writes the figures of a buffer to TensorBoard every few steps or seconds.
 
-    Call it once in every pass of the training loop; a call that is not due takes less than a microsecond::
+    Call it once in every pass of the training loop; a call that is not due takes about a microsecond.
 
-        with TensorBoardLogger(buffer, "runs/walker/log", every_steps=1_000) as logger:
-            for t in range(n_steps):
-                ...
-                logger(t)
+    ```
+    with TensorBoardLogger(buffer, "runs/walker/log", every_steps=1_000) as logger:
+        for t in range(n_steps):
+            ...
+            logger(t)
+    ```
 
     For one thread. Needs the extra ``tensorboard``, unless ``to`` is a writer.
     """
