@@ -15,6 +15,7 @@ from tests.cache.test_cache import check, everything
 from tests.sampling.test_batch_iterator import FIELDS, write
 from tests.support.faulty import through
 from trajstore import CorruptionError, Field, Reader, Schema, Windows
+from trajstore.host_memory import HostMemory
 from trajstore.storage import FsspecStorage, Place
 
 SHARDED = {path: replace(field, shard_rows=4 * field.chunk_rows) for path, field in FIELDS.items()}  # type: ignore[operator]
@@ -127,3 +128,20 @@ def test_a_damaged_index_is_named() -> None:
     storage.put(key, bytes(data))
     with pytest.raises(CorruptionError, match=r"steps/obs.*chunk 4 \(rows 16 to 20\)"):
         Reader(store).sample(200, Windows())
+
+
+def test_a_column_of_a_far_store_uses_huge_pages_once_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr("trajstore.cache.arena._HUGE_BYTES", 1)
+    monkeypatch.setattr(HostMemory, "use_huge_pages", lambda self, *place: asked.append(place))
+    _, store, _ = far_store({"obs": Field("float32", (512,), chunk_rows=16)}, [])
+    with store.writer(commit_seconds=None) as writer:
+        writer.append_episode({"obs": np.ones((500, 512), np.float32)})
+    store.refresh()
+    reader = Reader(store)
+    asked.clear()
+    reader.sample(2, Windows())
+    assert not any(start < stop for start, stop in asked)
+    for _ in reader.epoch(50, Windows()):
+        pass
+    assert any(start < stop for start, stop in asked)

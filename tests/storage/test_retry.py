@@ -68,6 +68,20 @@ def test_a_success_or_a_long_pause_ends_an_outage(clock: Clock) -> None:
         clock.pass_time(1000)
 
 
+def test_an_outage_begins_with_a_single_try_that_failed(clock: Clock) -> None:
+    retries = Retries(RetryPolicy())
+    with pytest.raises(TimeoutError):
+        retries.once(failing(clock, 15), fault_of)
+    with pytest.raises(GaveUp) as caught:
+        retries.call(failing(clock, 1), fault_of)
+    assert 60 <= clock.now - 1000 <= 61
+    assert "nothing has succeeded for 6" in caught.value.story
+    assert retries.once(lambda timeout_s: timeout_s, fault_of) == 15
+    with pytest.raises(GaveUp) as caught:
+        retries.call(failing(clock, 1), fault_of)
+    assert caught.value.n_tries > 5
+
+
 def test_credentials_are_renewed_once(clock: Clock) -> None:
     renewed = []
 

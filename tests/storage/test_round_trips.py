@@ -9,13 +9,15 @@ import pytest
 
 import trajstore
 from tests.conftest import Place
-from tests.support.proxy import Proxy, Request
+from tests.support.proxy import INTERNAL, RESET, TRUNCATE, Fault, Proxy, Request
 from trajstore import Field, Reader, Schema, Windows
+from trajstore.storage import Storage, open_storage
 
 pytestmark = pytest.mark.s3
 
 SCHEMA = Schema({"obs": Field("float32", (4,), chunk_rows=20), "action": Field("int64", chunk_rows=20)})
 N_CHUNKS = 10  # of each field
+SPREAD = 100_000  # bytes between ranges, so that they are not merged
 
 
 @pytest.fixture(params=["obstore", "fsspec"])
@@ -52,6 +54,44 @@ def test_a_cold_batch_is_one_wave(proxy: Proxy, place: Place) -> None:
     batch = readers[1].sample(256, Windows(4))
     assert len(batch["obs"]) == 256
     assert sum(is_chunk_read(request) for request in proxy.requests) == n
+
+
+RANGES = [("spread", start, start + 100) for start in range(0, 25 * SPREAD, SPREAD)]
+
+
+@pytest.fixture
+def spread(place: Place, proxy: Proxy) -> Storage:
+    storage = open_storage(place.url, place.options)
+    storage.put("spread", np.arange(25 * SPREAD // 4, dtype=np.uint32).tobytes())
+    storage.put("other", b"other")
+    proxy.forget()
+    return storage
+
+
+def check(storage: Storage) -> None:
+    whole, other, *parts = storage.get_ranges([("spread", 0, None), ("other", 1, 3), *RANGES])
+    assert other == b"th"
+    assert parts == [whole[start:stop] for _, start, stop in RANGES]
+
+
+def test_many_ranges_of_one_object_are_one_wave(proxy: Proxy, spread: Storage) -> None:
+    proxy.gather(2 + len(RANGES), lambda request: True)  # answered only once all of them are under way
+    check(spread)
+    assert proxy.count() == {"GET": 2 + len(RANGES)}
+
+
+@pytest.mark.parametrize("fault", [INTERNAL, RESET, TRUNCATE])
+def test_a_range_that_fails_is_asked_for_again(proxy: Proxy, spread: Storage, fault: Fault) -> None:
+    left = [fault] * 3
+    proxy.plan = lambda request: left.pop() if request.kind == "GET" and left else None
+    check(spread)
+    assert proxy.faults == {fault: 3}
+
+
+def test_a_missing_object_is_named_among_ranges_of_others(spread: Storage) -> None:
+    missing = [(f"none/{key}", start, stop) for key, start, stop in RANGES[:3]]
+    with pytest.raises(FileNotFoundError, match="none/spread"):
+        spread.get_ranges([*RANGES, *missing])
 
 
 def test_opening_is_two_round_trips(proxy: Proxy, place: Place) -> None:

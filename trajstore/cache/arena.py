@@ -101,10 +101,16 @@ class Arena:
         # Random reads of a large arena are a fifth faster with huge pages. In one that holds little they would make
         # much memory resident that is not used.
         self._host.use_huge_pages(FEW_BYTES, min(n_live, n_slots) * page_bytes)
-        if n_stored * page_bytes >= _HUGE_BYTES:
-            self._host.use_huge_pages(n_live * page_bytes, n_slots * page_bytes)
+        self.use_huge_pages(n_live, n_stored, n_slots)
         shape = (n_slots, self._page_rows, *self.row_shape)
         return torch.from_numpy(self._host.array).view(self._dtype).view(shape)
+
+    def use_huge_pages(self, n_live: int, n_stored: int, n_slots: int | None = None) -> None:
+        """Let the slots behind those of live rows lie in huge pages of the system, if enough will be used."""
+        page_bytes = self._page_rows * self.row_bytes
+        if self._host is not None and n_stored * page_bytes >= _HUGE_BYTES:
+            stop = len(self._memory) if n_slots is None else n_slots
+            self._host.use_huge_pages(n_live * page_bytes, stop * page_bytes)
 
     # ---- filling slots
 

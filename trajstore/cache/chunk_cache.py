@@ -134,7 +134,7 @@ class ChunkCache:
             blocked = self._can_map_blocks(path, page_rows)
             can_map = self._can_map(path) | blocked
             column.note_blocks(bool(blocked.any()))
-            column.may_need_slots = self._has_copies
+            column.may_need_slots, column.is_far = self._has_copies, self._storage.is_remote
             column.table.set_rows(n_rows, marks, written, can_map.tolist())
             column.n_live_used = self.n_live_used
         share_budget(self._columns.values(), self._budget)

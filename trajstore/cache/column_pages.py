@@ -30,6 +30,7 @@ class ColumnPages:
     Attributes:
         n_live_used: Live rows from this one on hold nothing.
         may_need_slots: Whether pages that can be mapped may need slots at times.
+        is_far: Whether pages come over a network, a batch at a time.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class ColumnPages:
     ) -> None:
         self.path = path
         self.n_live_used = live_rows
-        self.may_need_slots = False
+        self.may_need_slots = self.is_far = False
         self._can_decode_blocks = False
         self._version = version
         self.page_rows = page_rows
@@ -115,8 +116,20 @@ class ColumnPages:
         if n != self.table.n_slots:
             live_slots = range(-(-self.n_live_used // self.page_rows))
             used = (live_slots, self.table.stored_slots)
-            self.arena.resize(n, used, self.table.n_live_pages, self.table.n_used)
+            n_stored = 0 if self._waits_for_huge_pages else self.table.n_used
+            self.arena.resize(n, used, self.table.n_live_pages, n_stored)
             self.table.set_slots(n)
+
+    @property
+    def _waits_for_huge_pages(self) -> bool:
+        # Of a store far away, pages come a batch at a time and in any order: in huge pages of the system, every
+        # chunk of 128 KiB would cost 2 MB of cleared memory.
+        return self.is_far and self.table.is_direct and not self.table.is_complete
+
+    def note_loaded(self) -> None:
+        """Use huge pages, if the last page has been loaded and the column waited for it."""
+        if self.is_far and self.table.is_direct and self.table.is_complete:
+            self.arena.use_huge_pages(self.table.n_live_pages, self.table.n_used)
 
     def gather(self, source: torch.Tensor, row: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Copy rows of resident pages to ``out``, ``[*row.shape, *row_shape]``, with tensor operations."""

@@ -118,3 +118,4 @@ class _Claim:
         if self._upload is not None:
             self._column.arena.upload(self._slots, self._upload)
         self._column.table.set_resident(self._pages, self._slots, tick)
+        self._column.note_loaded()

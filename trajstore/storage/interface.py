@@ -262,12 +262,11 @@ class Storage:
         """
         if len(items) <= 1:
             return [function(item) for item in items]
-        threads = self._threads(self.n_threads)
-        futures = [threads.submit(function, item) for item in items]
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        if errors:
-            raise errors[0]
-        return [future.result() for future in futures]
+        found = self._threads(self.n_threads).map(function, items)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+        return found  # type: ignore[return-value]
 
     def _threads(self, n_threads: int) -> BackgroundPool:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from trajstore.storage.interface import Place
 
@@ -26,6 +26,18 @@ def merge(places: Sequence[Place]) -> tuple[list[Place], Callable[[Sequence[byte
         return [answers[r] if _is_whole(requests[r], a, b) else answers[r][a:b] for r, a, b in pieces]
 
     return requests, cut
+
+
+def grouped(places: Sequence[Place], most: int) -> Iterator[slice]:
+    """Divide places that are sorted by key into ranges of one object, at most so many; a whole object is alone."""
+    start = 0
+    for i, (key, _, stop) in enumerate(places):
+        is_alone = stop is None or places[start][2] is None
+        if i > start and (is_alone or i - start == most or key != places[start][0]):
+            yield slice(start, i)
+            start = i
+    if places:
+        yield slice(start, len(places))
 
 
 def _extend(requests: list[Place], key: str, start: int, stop: int) -> bool:

@@ -13,6 +13,7 @@ from trajstore.storage.request_options import ServiceOptions
 from trajstore.storage.service import RefusedConditionError, ServiceStorage
 
 _DELETED_AT_ONCE = 1000  # by one request to S3
+_RANGES_AT_ONCE = 10  # that obstore has under way for one call; further ones would wait for these
 
 # obstore's threads exist only in the process that started them; a call in a forked child would wait for ever.
 _has_lost_threads = False
@@ -96,6 +97,15 @@ class ObstoreStorage(ServiceStorage):
         if stop is None:
             return self._calls.get(store, path).bytes().to_bytes()  # type: ignore[no-any-return]
         return self._calls.get_range(store, path, start=start, end=stop).to_bytes()  # type: ignore[no-any-return]
+
+    def ask_ranges(self, key: str, ranges: Sequence[tuple[int, int]], timeout_s: float) -> list[bytes]:
+        store, (starts, stops) = self._connect(), zip(*ranges, strict=True)
+        found = self._calls.get_ranges(store, self._root + key, starts=starts, ends=stops, coalesce=0)
+        return [data.to_bytes() for data in found]
+
+    @property
+    def ranges_at_once(self) -> int:
+        return _RANGES_AT_ONCE if self._other() is None else 1
 
     def ask_size(self, key: str, timeout_s: float) -> tuple[int, str]:
         if (other := self._other()) is not None:

@@ -71,6 +71,17 @@ class RetriedStorage(Storage):
         # Outside the handlers: the original error may quote credentials, also as the context of ours.
         raise storage_error(action, f"{self.display}/{key}", error, self._secrets, story)
 
+    def tried(self, request: Callable[[float], T]) -> T | None:
+        """Make a request once; None if it fails. What asks again, with `retried`, counts this try.
+
+        Args:
+            request: Called with a timeout in seconds.
+        """
+        try:
+            return self._retries.once(request, _fault_of)
+        except Exception:  # comes again, if it is more than bad luck
+            return None
+
     def _advice(self, error: Exception) -> str:
         if _fault_of(error) is Fault.EXPIRED:
             return "the credentials have expired or are not accepted; pass new ones in storage_options: "

@@ -120,23 +120,44 @@ class Retries:
                 return result
             time.sleep(pause_s)
 
+    def once(self, function: Callable[[float], T], fault_of: Callable[[Exception], Fault]) -> T:
+        """Call ``function(timeout_s)``; an outage that it meets has begun for later calls, too.
+
+        Raises:
+            Exception: Its failure.
+        """
+        start = time.monotonic()
+        try:
+            result = function(self.policy.request_s)
+        except Exception as error:
+            if fault_of(error) is Fault.TEMPORARY:
+                self._note_failure(start)
+            raise
+        self._failing_since = None
+        return result
+
     def _pause_s(self, start: float, n_tries: int, error: Exception) -> float:
         """Seconds until the next try.
 
         Raises:
             GaveUp: There is none.
         """
-        now = time.monotonic()
-        since = self._failing_since
-        if since is None or now - self._last_failure > self.policy.total_s:
-            since = start  # failures long ago say nothing about now
-        self._failing_since, self._last_failure = since, now
+        now, since = self._note_failure(start)
         outage_s = now - min(since, start)
         pause_s = self.policy.pause_s(n_tries)
         left_s = self.policy.total_s - outage_s
         if left_s <= 0:
             raise GaveUp(error, n_tries, now - start, outage_s) from error
         return min(pause_s, left_s)
+
+    def _note_failure(self, start: float) -> tuple[float, float]:
+        """Note that a call failed which began at ``start``; returns the time, and since when nothing succeeds."""
+        now = time.monotonic()
+        since = self._failing_since
+        if since is None or now - self._last_failure > self.policy.total_s:
+            since = start  # failures long ago say nothing about now
+        self._failing_since, self._last_failure = since, now
+        return now, since
 
 
 _TEMPORARY_STATUS = frozenset({408, 409, 425, 429})
