@@ -17,11 +17,13 @@ from trajstore.cli.checkpoints import checkpoints, redistribute, request_checkpo
 from trajstore.cli.exit_codes import FAILED, FINE, print_error, run_command
 from trajstore.cli.import_export import add_import_and_export
 from trajstore.cli.info import info
+from trajstore.cli.listing import list_episodes
 from trajstore.cli.new_stores import copy_store, merge_stores
 from trajstore.cli.pack import pack_store
 from trajstore.cli.parameters import Argument, Option, find_secrets
 from trajstore.cli.rlinf import RLINF_COMMANDS
 from trajstore.cli.sample import sample
+from trajstore.cli.show import show
 from trajstore.cli.verify import verify_store
 from trajstore.cli.warm_up import warm_up
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "info": info,
+    "ls": list_episodes,
+    "show": show,
     "sample": sample,
     "verify": verify_store,
     "copy": copy_store,
