@@ -23,6 +23,7 @@ BENCHMARKS = (
     "misses",
     "disk_cache",
     "scans",
+    "verify",
     "priorities",
     "replay",
     "ranks",

@@ -54,6 +54,7 @@ EXPECTED["replay"] = [
     "append 16, sample, update, evict, ours, 20,000 steps, 1 thread",
     "checkpoint of 2,377 steps",
 ]
+EXPECTED["verify"] = ["state, raw: verify", "state, blosc-lz4: decode", "frames: verify"]
 EXPECTED["object_store"] = ["0 ms: 20 reads, fsspec", "20 ms: open", "20 ms: cold batch of 256 windows"]
 EXPECTED["ranks"] = [
     "4,000 episodes, 8 to 16 ranks: plan",

@@ -399,7 +399,7 @@ def test_a_storage_that_stops_answering_is_an_error_at_once(made: Made, monkeypa
         monkeypatch.setattr(LocalStorage, "list_names", fail)
         raise StorageError("can't read the object")
 
-    monkeypatch.setattr("trajstore.store.verify.chunks._WAVE_CHUNKS", 1)
+    monkeypatch.setattr("trajstore.store.verify.decoding._AHEAD_BYTES", 1)
     monkeypatch.setattr(LocalStorage, "get_into", get_into)
     with pytest.raises(StorageError, match="the disk is gone"):
         made.verify()
@@ -843,24 +843,23 @@ def test_progress_reaches_the_number_of_chunks(made: Made, fast: bool) -> None:
     assert [n for n, _ in seen] == sorted(n for n, _ in seen)
 
 
-def test_chunks_are_read_in_waves_of_bounded_size(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_read_ahead_within_bounded_memory(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"x": Field("uint8", (1 << 20,), chunk_rows=8, codec="zstd:1"), "reward": Field("float32")}
     store = trajstore.create(url, Schema(fields), fsync=False)
     with store.writer(commit_seconds=None) as writer:
         data = {"x": np.zeros((100, 1 << 20), np.uint8), "reward": np.zeros(100, np.float32)}
         writer.append_episode(data, terminated=True)
-    waves: list[int] = []
-    original = LocalStorage.map
+    ahead: list[tuple[int, int]] = []
+    original = LocalStorage.map_ahead
 
-    def record(self: LocalStorage, function: Any, items: Any) -> Any:
-        waves.append(len(items))
-        return original(self, function, items)
+    def record(self: LocalStorage, function: Any, items: Any, n_ahead: int) -> Any:
+        ahead.append((len(items), n_ahead))
+        return original(self, function, items, n_ahead)
 
-    monkeypatch.setattr(LocalStorage, "map", record)
+    monkeypatch.setattr(LocalStorage, "map_ahead", record)
     assert verify(url).problems == []
-    assert 8 in waves
-    assert all(n <= 64 for n in waves)
-    assert sum(n == 8 for n in waves) == 1
+    assert (13, 8) in ahead  # 8 MiB each
+    assert max(n for _, n in ahead) == 16
 
 
 def test_a_report_can_be_told_as_json(made: Made) -> None:

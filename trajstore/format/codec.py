@@ -180,12 +180,13 @@ class Codec:
         return zstd_content_bytes(body) if self.name == "zstd" else len(body)
 
     def _decompress(self, body: memoryview, out: Array) -> None:
-        import numcodecs.blosc
-        import numcodecs.zstd
-
         if self.name == "blosc":
+            import numcodecs.blosc
+
             numcodecs.blosc.decompress(body, out)
         elif self.name == "zstd":
+            import numcodecs.zstd
+
             numcodecs.zstd.decompress(body, out)
         else:
             out.reshape(-1).view(np.uint8)[:] = np.frombuffer(body, np.uint8)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -112,6 +114,10 @@ class Storage:
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         """Bytes ``[start, stop)`` of an object."""
         raise NotImplementedError
+
+    def get_range_into(self, key: str, start: int, stop: int, room: memoryview) -> memoryview:
+        """As `get_range`, read into ``room`` (which is long enough) if the backend can do that."""
+        return memoryview(self.get_range(key, start, stop))
 
     @property
     def can_map(self) -> bool:
@@ -267,6 +273,27 @@ class Storage:
             if isinstance(result, BaseException):
                 raise result
         return found  # type: ignore[return-value]
+
+    def map_ahead(self, function: Callable[[Any], T], items: Iterable[Any], n_ahead: int) -> Iterator[T]:
+        """Call a function with each item, in threads; give the results in order, as they are asked for.
+
+        Calls that have begun end before the iteration does, also if it ends early.
+
+        Args:
+            function: What to call.
+            items: What to call it with.
+            n_ahead: The most calls whose results were not taken yet.
+        """
+        threads, pending = self._threads(self.n_threads), deque[Future[T]]()
+        try:
+            for item in items:
+                pending.append(threads.submit(function, item))
+                if len(pending) >= n_ahead:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            wait([future for future in pending if not future.cancel()])
 
     def _threads(self, n_threads: int) -> BackgroundPool:
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trajstore.storage.file_maps import FileMap
@@ -132,6 +132,9 @@ class StorageLayer(Storage):
 
     def map(self, function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
         return self.inner.map(function, items)
+
+    def map_ahead(self, function: Callable[[Any], T], items: Iterable[Any], n_ahead: int) -> Iterator[T]:
+        return self.inner.map_ahead(function, items, n_ahead)
 
 
 class CountedStorage(StorageLayer):

@@ -14,6 +14,7 @@ from trajstore.storage import Storage
 
 _MAX_PIECE_BYTES = 4 << 20  # decoded, so that a few threads hold little
 _MAX_GAP_BYTES = 64 << 10  # bytes that are read in vain rather than with another request
+_RUN_BYTES = 1 << 20
 _MAX_OFFSET = 1 << 62
 _WAVE_OBJECTS = 8  # chunks that are objects of their own are fetched ahead this many at a time
 
@@ -60,6 +61,25 @@ class ShardPiece:
                 low = int(ranges[i, 0]) - start
                 chunks[i] = data[low : low + int(ranges[i, 1])]
         return chunks
+
+    def read_one_by_one(
+        self, layout: ArrayLayout, shard_index: Array, read: Callable[[int, int], memoryview]
+    ) -> Iterator[memoryview]:
+        """The encoded chunks, in order. Each is valid until the next one is asked for.
+
+        Args:
+            layout: The array.
+            shard_index: The index of the shard.
+            read: Reads bytes of the shard, from one place to another. Neighbouring chunks are read together, as
+                many as stay in the processor's cache until they are decoded.
+        """
+        run: list[tuple[int, int]] = []
+        for offset, size in self._ranges(layout, shard_index).tolist():
+            if run and (offset != run[-1][1] or offset + size - run[0][0] > _RUN_BYTES):
+                yield from _read_run(run, read)
+                run = []
+            run.append((offset, offset + size))
+        yield from _read_run(run, read)
 
     def _is_most_of_shard(self, layout: ArrayLayout) -> bool:
         n = layout.chunks_per_shard
@@ -133,6 +153,13 @@ def possible_ranges(layout: ArrayLayout, ranges: Array) -> Array:
     """Whether each (offset, size) can be that of a chunk; others would make a reader allocate without bound."""
     is_possible: Array = (ranges[:, 1] <= layout.max_encoded_bytes) & (ranges[:, 0] < _MAX_OFFSET)
     return is_possible
+
+
+def _read_run(run: Sequence[tuple[int, int]], read: Callable[[int, int], memoryview]) -> Iterator[memoryview]:
+    first = run[0][0]
+    data = read(first, run[-1][1])
+    for start, stop in run:
+        yield data[start - first : stop - first]
 
 
 def _index_bytes(shard: memoryview, layout: ArrayLayout) -> bytes:

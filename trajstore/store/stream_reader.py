@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -253,6 +253,29 @@ class StreamReader:
             return self._read_piece(path, layout, piece)
         keys = [self._key(path, layout, i) for i in range(piece.start, piece.stop)]
         return [memoryview(data) for data in self._storage.get_many(keys)]
+
+    def read_unmapped(
+        self, path: str, piece: ShardPiece, room: Callable[[int], memoryview]
+    ) -> Iterator[memoryview]:
+        """Read neighbouring chunks of one shard, still encoded; each is valid until the next one is asked for.
+
+        A disk that can't read them raises; as mapped files, they would end the process. A part-filled chunk may
+        have been replaced since the index of the shard was read.
+
+        Args:
+            path: The array.
+            piece: The chunks.
+            room: Gives memory of a size, which the next call may give again.
+
+        Raises:
+            StorageError: Reading failed.
+            CorruptionError: The index of the shard is damaged.
+        """
+        layout = self.record.layouts[path]
+        key, index = self._key(path, layout, piece.start), self._shard_index(path, layout, piece.stop - 1)[0]
+        return piece.read_one_by_one(
+            layout, index, lambda a, b: self._storage.get_range_into(key, a, b, room(b - a))
+        )
 
     def chunk(self, path: str, index: int, buffer: bytearray) -> memoryview:
         """Read one chunk, still encoded. The result is valid until ``buffer`` is used again."""

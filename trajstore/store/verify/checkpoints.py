@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trajstore.errors import CheckpointNotFoundError, CorruptionError, FormatError
@@ -13,6 +13,7 @@ from trajstore.format.ids import is_stream_id
 from trajstore.format.packed_streams import shown_records
 from trajstore.store.checkpoints import parts_of, place_of, read_state
 from trajstore.store.verify.chunks import chunk_faults, chunk_problems
+from trajstore.store.verify.decoding import ChunkReader
 from trajstore.store.verify.inspection import CheckedArray, Inspection, by_creation
 from trajstore.store.verify.nodes import copy_fault
 from trajstore.store.verify.report import VerifyProblem, without_subject
@@ -129,8 +130,8 @@ def _state_problems(
     return problems
 
 
-def _chunk_reader(inspection: Inspection, prefix: str, layout: ArrayLayout) -> Callable[[int], bytes]:
-    return lambda index: inspection.storage.get(f"{prefix}/{layout.chunk_key(index)}")
+def _chunk_reader(inspection: Inspection, prefix: str, layout: ArrayLayout) -> ChunkReader:
+    return lambda index, buffer: inspection.storage.get_into(f"{prefix}/{layout.chunk_key(index)}", buffer)
 
 
 def _state_bytes(nodes: Mapping[str, Any]) -> int:

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
-
-from trajstore.errors import CorruptionError, StorageError
 from trajstore.format.commit_record import CommitRecord
 from trajstore.schema import Array
-from trajstore.store.stream_reader import ChunkError, MissingChunkError
-from trajstore.store.verify.inspection import CheckedArray, CheckedStream, Inspection, RowConsumer
+from trajstore.store.verify.decoding import decoded_pieces
+from trajstore.store.verify.inspection import CheckedArray, CheckedStream, Inspection
 from trajstore.store.verify.leftovers import note_leftover_chunks
 from trajstore.store.verify.report import VerifyProblem
 
 SPAN_ARRAYS = ("spans/ints", "spans/floats")
-_WAVE_CHUNKS = 64
-_WAVE_BYTES = 64 << 20
+T = TypeVar("T")
+
+
+class ChunkSums(Protocol[T]):
+    """Something that is summed over the rows of an array, chunk by chunk."""
+
+    def of_chunk(self, start: int, stop: int, block: Array | None) -> T:
+        """What rows ``[start, stop)``, those of one chunk, add; called in threads. None: the chunk is damaged."""
+
+    def add(self, found: T) -> None:
+        """Add what was found in a chunk; called for one chunk after the other, in order."""
 
 
 def check_array(
-    inspection: Inspection, stream: CheckedStream, path: str, consume: RowConsumer | None = None
+    inspection: Inspection, stream: CheckedStream, path: str, sums: ChunkSums[Any] | None = None
 ) -> bool:
     """Check the chunks of a stream's array; returns whether all are sound.
 
@@ -29,11 +37,11 @@ def check_array(
         inspection: Takes the problems and notes.
         stream: The stream.
         path: The array.
-        consume: Called with the rows of every chunk, in order, if chunks are read.
+        sums: What is summed over the rows of all chunks, if they are read.
     """
     array = stream.array(path)
     is_read = not inspection.is_fast or path in SPAN_ARRAYS
-    faults, names = chunk_faults(inspection, array, is_read=is_read, consume=consume)
+    faults, names = chunk_faults(inspection, array, is_read=is_read, sums=sums)
     if faults:
         faults = _still_wrong(inspection, stream, path, faults)
     inspection.report.problems += chunk_problems(array, faults)
@@ -43,7 +51,7 @@ def check_array(
 
 
 def chunk_faults(
-    inspection: Inspection, array: CheckedArray, *, is_read: bool, consume: RowConsumer | None = None
+    inspection: Inspection, array: CheckedArray, *, is_read: bool, sums: ChunkSums[Any] | None = None
 ) -> tuple[dict[int, str], Iterable[str]]:
     """Faults of an array's chunks, by index, and the names of its objects.
 
@@ -51,10 +59,10 @@ def chunk_faults(
         inspection: Counts chunks and bytes.
         array: The array.
         is_read: Read and decode every chunk; otherwise compare only the sizes of objects.
-        consume: As for `check_array`.
+        sums: As for `check_array`.
     """
     if is_read:
-        return _faults_by_reading(inspection, array, consume), inspection.storage.list_names(array.prefix)
+        return _faults_by_reading(inspection, array, sums), inspection.storage.list_names(array.prefix)
     below = inspection.storage.tree_sizes(array.prefix)
     sizes = {key.removeprefix(f"{array.prefix}/"): size for key, size in below.items()}
     return _faults_by_size(inspection, array, sizes), sizes
@@ -78,48 +86,22 @@ def _runs(faults: Mapping[int, str]) -> Iterator[tuple[int, int, str]]:
         yield indexes[0], indexes[-1], what
 
 
-def _faults_by_reading(inspection: Inspection, array: CheckedArray, consume: RowConsumer | None) -> dict[int, str]:
+def _faults_by_reading(inspection: Inspection, array: CheckedArray, sums: ChunkSums[Any] | None) -> dict[int, str]:
     faults: dict[int, str] = {}
-
-    def read(index: int) -> tuple[int, Array | str | None]:
-        n_bytes, found = _decoded(inspection, array, index)
-        return n_bytes, found if consume is not None or isinstance(found, str) else None
-
-    for wave in _waves(array):
-        for index, (n_bytes, found) in zip(wave, inspection.storage.map(read, wave), strict=True):
-            inspection.report.counts["bytes"] += n_bytes
-            if isinstance(found, str):
-                faults[index] = found
-            if consume is not None:
-                start, stop = array.rows(index)
-                consume(start, stop, found[: stop - start] if isinstance(found, np.ndarray) else None)
-        inspection.count_chunks(len(wave))
+    visit = None if sums is None else partial(_of_chunk, array, sums)
+    for piece in decoded_pieces(inspection.storage, array.source, visit):
+        inspection.report.counts["bytes"] += piece.n_bytes
+        faults.update(piece.faults)
+        for found in piece.results:
+            assert sums is not None
+            sums.add(found)
+        inspection.count_chunks(len(piece.chunks))
     return faults
 
 
-def _waves(array: CheckedArray) -> Iterator[range]:
-    """The chunks of an array in waves whose decoded size is bounded."""
-    n = max(1, min(_WAVE_CHUNKS, _WAVE_BYTES // max(1, array.layout.chunk_bytes)))
-    return (array.chunks[i : i + n] for i in range(0, len(array.chunks), n))
-
-
-def _decoded(inspection: Inspection, array: CheckedArray, index: int) -> tuple[int, Array | str]:
-    """The stored size of a chunk, and its rows or its fault."""
-    layout = array.layout
-    try:
-        data = array.read(index)
-        block = np.empty((layout.chunk_rows, *layout.row_shape), layout.dtype)
-        layout.decode(data, block)
-    except (MissingChunkError, FileNotFoundError):
-        return 0, "missing"
-    except ChunkError as error:
-        return 0, str(error.__cause__)
-    except CorruptionError as error:
-        return len(data), str(error)
-    except StorageError as error:
-        inspection.storage.list_names("")  # raises if the whole storage fails, not only this object
-        return 0, f"can't be read: {error}"
-    return len(data), block
+def _of_chunk(array: CheckedArray, sums: ChunkSums[T], index: int, block: Array | None) -> T:
+    start, stop = array.rows(index)
+    return sums.of_chunk(start, stop, None if block is None else block[: stop - start])
 
 
 def _faults_by_size(inspection: Inspection, array: CheckedArray, sizes: Mapping[str, int]) -> dict[int, str]:

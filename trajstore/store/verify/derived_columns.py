@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from trajstore.format.commit_record import DerivedColumnState
 from trajstore.schema import Array
-from trajstore.store.verify.chunks import check_array
-from trajstore.store.verify.inspection import CheckedStream, Inspection, RowConsumer
+from trajstore.store.verify.chunks import ChunkSums, check_array
+from trajstore.store.verify.inspection import CheckedStream, Inspection
 
 
 def check_derived_columns(inspection: Inspection, stream: CheckedStream) -> None:
@@ -23,10 +25,10 @@ def _check_column(
     where = f"{stream.name}, column '{name}' of stream '{target}'"
     values, delta_rows, delta_values = state.paths(target, name)
     rows, priorities = _RowRange(), _PriorityCheck()
-    consumers: dict[str, RowConsumer] = {delta_rows: rows.add}
+    sums: dict[str, ChunkSums[Any]] = {delta_rows: rows}
     if name == "priority" and state.dtype == "float32":
-        consumers |= dict.fromkeys((values, delta_values), priorities.add)
-    are_sound = [check_array(inspection, stream, path, consumers.get(path)) for path in state.lengths(target, name)]
+        sums |= dict.fromkeys((values, delta_values), priorities)
+    are_sound = [check_array(inspection, stream, path, sums.get(path)) for path in state.lengths(target, name)]
     if target not in inspection.records:
         inspection.note(where, "the stream that it belongs to does not exist")
     elif all(are_sound):
@@ -51,9 +53,12 @@ class _RowRange:
     def __init__(self) -> None:
         self.low, self.high = 1 << 63, 0
 
-    def add(self, start: int, stop: int, block: Array | None) -> None:
-        if block is not None and len(block):
-            self.low, self.high = min(self.low, int(block.min())), max(self.high, int(block.max()) + 1)
+    def of_chunk(self, start: int, stop: int, block: Array | None) -> tuple[int, int] | None:
+        return (int(block.min()), int(block.max()) + 1) if block is not None and len(block) else None
+
+    def add(self, found: tuple[int, int] | None) -> None:
+        if found is not None:
+            self.low, self.high = min(self.low, found[0]), max(self.high, found[1])
 
 
 class _PriorityCheck:
@@ -62,6 +67,8 @@ class _PriorityCheck:
     def __init__(self) -> None:
         self.n_bad = 0
 
-    def add(self, start: int, stop: int, block: Array | None) -> None:
-        if block is not None:
-            self.n_bad += int((~(np.isfinite(block) & (block >= 0))).sum())
+    def of_chunk(self, start: int, stop: int, block: Array | None) -> int:
+        return 0 if block is None else int((~(np.isfinite(block) & (block >= 0))).sum())
+
+    def add(self, found: int) -> None:
+        self.n_bad += found

@@ -14,12 +14,10 @@ from trajstore.format.packed_streams import shown_records, stream_of
 from trajstore.schema import Array
 from trajstore.storage import Storage
 from trajstore.store.stream_reader import StreamReader
+from trajstore.store.verify.decoding import ChunkReader, ChunkSource, PieceReader
 from trajstore.store.verify.report import VerifyNote, VerifyProblem, VerifyReport, without_subject
 
 Progress = Callable[[int, int], None]  # chunks checked so far, chunks in total
-RowConsumer = Callable[
-    [int, int, Array | None], None
-]  # start, stop and values of rows; None where they are damaged
 
 NO_RECORD = "missing, so the stream can't be read"
 _MAX_LISTED = 20  # problems of one kind in one stream; the others are only counted
@@ -102,6 +100,7 @@ class CheckedArray:
         prefix: Key prefix of its objects.
         first_row: Rows below it are evicted.
         read: Reads one chunk, still encoded.
+        read_piece: As in `ChunkSource`.
     """
 
     name: str
@@ -109,13 +108,18 @@ class CheckedArray:
     layout: ArrayLayout
     length: int
     first_row: int
-    read: Callable[[int], bytes | memoryview]
+    read: ChunkReader
+    read_piece: PieceReader | None = None
 
     @property
     def chunks(self) -> range:
         """Indexes of the chunks that must exist."""
         stop = -(-self.length // self.layout.chunk_rows)
         return range(self.first_row // self.layout.chunk_rows if self.first_row < self.length else stop, stop)
+
+    @property
+    def source(self) -> ChunkSource:
+        return ChunkSource(self.layout, self.chunks, self.read, self.read_piece)
 
     def rows(self, index: int) -> tuple[int, int]:
         """The committed rows of a chunk, half-open."""
@@ -144,13 +148,15 @@ class CheckedStream:
         return f"stream '{self.record.id}'"
 
     def array(self, path: str) -> CheckedArray:
+        layout = self.record.layouts[path]
         return CheckedArray(
             f"{self.name}, array '{path}'",
             f"streams/{self.record.id}/{path}",
-            self.record.layouts[path],
+            layout,
             self.record.length(path),
             self.first_row if path.startswith("steps/") else 0,
-            lambda index: self.reader.chunk(path, index, bytearray()),
+            lambda index, buffer: self.reader.chunk(path, index, buffer),
+            None if layout.shard_rows is None else lambda piece, room: self.reader.read_unmapped(path, piece, room),
         )
 
 

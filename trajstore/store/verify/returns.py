@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,6 +13,16 @@ from trajstore.store.verify.inspection import CheckedStream
 from trajstore.store.verify.spans import span_name
 
 _SUM_TOLERANCE = 1e-9  # of the sum of magnitudes: other writers may add in another order
+
+
+@dataclass(frozen=True, slots=True)
+class _SpanSums:
+    """What one chunk adds to spans ``[low, high)``; None if it is damaged."""
+
+    low: int
+    high: int
+    total: Array | None = None
+    magnitude: Array | None = None
 
 
 class ReturnCheck:
@@ -30,24 +41,34 @@ class ReturnCheck:
         self._is_summed = spec is not None and math.prod(spec.shape) == 1 and spec.dtype not in ("bool", "bfloat16")
         self._skips_first = schema.reward_alignment == "observation"
 
-    def add_rows(self, start: int, stop: int, block: Array | None) -> None:
-        """Add the rewards of rows ``[start, stop)``; None if their chunk is damaged."""
+    def of_chunk(self, start: int, stop: int, block: Array | None) -> _SpanSums:
+        """The sums of the rewards in rows ``[start, stop)``; None if their chunk is damaged."""
         low = int(np.searchsorted(self._stop, start, "right"))
         high = int(np.searchsorted(self._start, stop, "left"))
         if not self._is_summed or low >= high:
-            return
-        if block is None:
-            self._is_known[low:high] = False
-            return
+            return _SpanSums(low, low)
+        return _SpanSums(low, high) if block is None else self._sums(low, high, start, block)
+
+    def _sums(self, low: int, high: int, start: int, block: Array) -> _SpanSums:
+        stop = start + len(block)
         values = np.append(block.reshape(-1).astype(np.float64), 0.0)
         if self._skips_first:
             first = self._start[low:high][(self._ints[low:high, 2] == 0) & (self._stop > self._start)[low:high]]
             values[first[first >= start] - start] = 0.0
         bounds = np.stack([self._start[low:high], self._stop[low:high]], 1).clip(start, stop) - start
-        for total, terms in ((self._sum, values), (self._magnitude, np.abs(values))):
-            with np.errstate(all="ignore"):
-                sums = np.add.reduceat(terms, bounds.reshape(-1))[::2]
-                total[low:high] += np.where(bounds[:, 0] < bounds[:, 1], sums, 0.0)
+        with np.errstate(all="ignore"):
+            sums = [np.add.reduceat(terms, bounds.reshape(-1))[::2] for terms in (values, np.abs(values))]
+        has_rows = bounds[:, 0] < bounds[:, 1]
+        return _SpanSums(low, high, *(np.where(has_rows, found, 0.0) for found in sums))
+
+    def add(self, found: _SpanSums) -> None:
+        spans = slice(found.low, found.high)
+        if found.total is None or found.magnitude is None:
+            self._is_known[spans] = False
+            return
+        with np.errstate(all="ignore"):
+            self._sum[spans] += found.total
+            self._magnitude[spans] += found.magnitude
 
     def faults(self) -> Iterator[tuple[str, str]]:
         """Names of the spans whose recorded return is wrong, and what is wrong with it."""

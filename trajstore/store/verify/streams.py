@@ -63,6 +63,6 @@ def _check_steps(inspection: Inspection, stream: CheckedStream) -> None:
     reward = f"steps/{stream.record.schema.reward}"
     for path in stream.record.layouts:
         if path.startswith("steps/"):
-            check_array(inspection, stream, path, returns.add_rows if returns and path == reward else None)
+            check_array(inspection, stream, path, returns if path == reward else None)
     if returns is not None:
         inspection.problems_of_one_kind([*returns.faults()], stream.name)
