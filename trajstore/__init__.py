@@ -11,7 +11,7 @@ writers append and whose snapshots are read; `Reader` samples batches of `Window
 - Errors: all are a `TrajstoreError`.
 - `trajstore.compat`: drop-ins for other libraries; `trajstore.datasets`: importers and exporters;
   `trajstore.logging`: figures for TensorBoard and others; `trajstore.plot`: plots; `trajstore.ray`: the buffer on
-  many machines; `trajstore.testing`: tools for your tests.
+  many machines; `trajstore.testing`: tools for your tests; `trajstore.viewer`: a store as a web page.
 
 These are the names that change only with a line in CHANGELOG.md. The other packages are described in
 docs/architecture.md.
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from trajstore import plot as plot
     from trajstore import ray as ray
     from trajstore import testing as testing
+    from trajstore import viewer as viewer
     from trajstore.distributed.partition_report import PartitionReport
     from trajstore.distributed.partitions import Partitions
     from trajstore.distributed.redistribution import redistribute
@@ -164,7 +165,7 @@ _NEED_TORCH = {
 }
 
 
-_PACKAGES = ("compat", "datasets", "logging", "plot", "ray", "testing")
+_PACKAGES = ("compat", "datasets", "logging", "plot", "ray", "testing", "viewer")
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ import pytest
 import trajstore
 from trajstore.sampling.batch_iterator import BatchIterator
 
-PUBLIC_PACKAGES = {"compat", "datasets", "logging", "plot", "ray", "testing"}
+PUBLIC_PACKAGES = {"compat", "datasets", "logging", "plot", "ray", "testing", "viewer"}
 LISTED = {
     "trajstore.compat": {"alf", "gymnasium", "objectrl", "rlinf", "stable_baselines3", "torchrl"},
     "trajstore.datasets": {
@@ -34,6 +34,7 @@ WITH_NAMES = (
     "trajstore.logging",
     "trajstore.plot",
     "trajstore.ray",
+    "trajstore.viewer",
 )
 
 

@@ -25,6 +25,7 @@ from trajstore.cli.rlinf import RLINF_COMMANDS
 from trajstore.cli.sample import sample
 from trajstore.cli.show import show
 from trajstore.cli.verify import verify_store
+from trajstore.cli.view import view
 from trajstore.cli.warm_up import warm_up
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "ls": list_episodes,
     "show": show,
     "sample": sample,
+    "view": view,
     "verify": verify_store,
     "copy": copy_store,
     "merge": merge_stores,

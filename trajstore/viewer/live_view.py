@@ -1,0 +1,109 @@
+"""The store as it was last read: refreshed for the page at most so often, and what was computed from it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from trajstore.errors import StorageError
+from trajstore.store.snapshot import Snapshot
+from trajstore.store.store import Store
+
+T = TypeVar("T")
+
+LOCAL_REFRESH_S = 1.0
+REMOTE_REFRESH_S = 10.0
+_KEPT = 24  # results that a moment keeps, such as its plots
+
+
+@dataclass
+class Moment:
+    """A snapshot with what was computed from it.
+
+    Attributes:
+        number: Rises with every change of the store that the viewer saw.
+        snapshot: The snapshot.
+        checkpoints: Names of the objects below ``checkpoints``.
+    """
+
+    number: int
+    snapshot: Snapshot
+    checkpoints: tuple[str, ...]
+    _kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
+    _keeping: threading.Lock = field(default_factory=threading.Lock)
+
+    def keep(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """A result for ``key``, computed once while it is among the last few that were asked for."""
+        with self._keeping:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                found: T = self._kept[key]
+                return found
+        result = compute()
+        with self._keeping:
+            self._kept[key] = result
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return result
+
+
+class LiveView:
+    """The newest moment of a store. Thread-safe.
+
+    Args:
+        store: The store. It is refreshed here, so give a store of its own.
+        refresh_s: Least seconds between two looks at the storage; by default one for local stores, ten for others.
+    """
+
+    def __init__(self, store: Store, *, refresh_s: float | None = None) -> None:
+        self._store = store
+        is_remote = store.snapshot.storage.is_remote
+        self.refresh_s = (REMOTE_REFRESH_S if is_remote else LOCAL_REFRESH_S) if refresh_s is None else refresh_s
+        self._lock = threading.Lock()
+        self._moment = Moment(1, store.snapshot, self._checkpoint_names())
+        self._looked_at = time.monotonic()
+        self.problem = ""  # why the last look failed; empty if it did not
+
+    @property
+    def moment(self) -> Moment:
+        return self._moment
+
+    @property
+    def url(self) -> str:
+        return self._store.url
+
+    def refresh(self, *, at_once: bool = False) -> Moment:
+        """Look at the storage, unless that was done just now; returns the newest moment.
+
+        If the storage fails, the last moment stays and `problem` says why.
+
+        Args:
+            at_once: Look even if that was done just now, because rows of the snapshot are known to be evicted.
+        """
+        with self._lock:
+            if not at_once and time.monotonic() - self._looked_at < self.refresh_s:
+                return self._moment
+            try:
+                self._look()
+                self.problem = ""
+            except StorageError as error:
+                self.problem = str(error)
+            self._looked_at = time.monotonic()
+            return self._moment
+
+    def _look(self) -> None:
+        before = self._moment
+        snapshot, names = self._store.refresh(), self._checkpoint_names()
+        if names != before.checkpoints or _commits(snapshot) != _commits(before.snapshot):
+            self._moment = Moment(before.number + 1, snapshot, names)
+
+    def _checkpoint_names(self) -> tuple[str, ...]:
+        return tuple(self._store.snapshot.storage.list_names("checkpoints"))
+
+
+def _commits(snapshot: Snapshot) -> list[tuple[str, str, int, bool]]:
+    return [(r.id, r.folder, r.commit, r.is_sealed) for r in snapshot.streams]
