@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import fsspec.asyn
@@ -15,6 +16,12 @@ from trajstore.storage.request_options import N_REQUESTS
 from trajstore.storage.retry import RetryPolicy
 
 _LOOP_DELAY_S = 5.0  # what a busy event loop may add to a request's timeout
+_NAME_AT_HUB = "trajstore"
+_REPEATS_AT_HUB = {
+    "huggingface_hub.hf_file_system": ("http_backoff", "http_stream_backoff"),
+    "huggingface_hub.hf_api": ("http_backoff",),
+    "huggingface_hub.utils._pagination": ("http_backoff",),
+}
 _PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -75,10 +82,36 @@ def make_one_try(filesystem: Any) -> None:
             one.retries = 1
         if "gs" in one.protocol and (request := getattr(type(one)._request, "__wrapped__", None)) is not None:
             one._request = functools.partial(request, one)  # without gcsfs's six tries
+        if "hf" in one.protocol and (api := getattr(one, "_api", None)) is not None:
+            _make_one_try_at_hub(api)
         pipeline = getattr(getattr(one, "service_client", None), "_pipeline", None)
         for policy in getattr(pipeline, "_impl_policies", ()):  # azure-core; its own pauses begin with 15 seconds
             if hasattr(policy, "total_retries"):
                 policy.total_retries = 0
+
+
+def _make_one_try_at_hub(api: Any) -> None:
+    """Have Hugging Face's functions that repeat requests make one try if a request is of this client of theirs.
+
+    Its name, which is sent with each request, tells its requests from others of the process, in whatever thread.
+    """
+    api.library_name = _NAME_AT_HUB
+    for module, names in _REPEATS_AT_HUB.items():
+        for name in names:
+            function = getattr(sys.modules.get(module), name, None)
+            if function is not None and not hasattr(function, "repeats_for_others"):
+                setattr(sys.modules[module], name, _once_if_ours(function))
+
+
+def _once_if_ours(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def repeat(*args: Any, **kwargs: Any) -> Any:
+        sent = {name.lower(): value for name, value in (kwargs.get("headers") or {}).items()}
+        once = {"max_retries": 0} if _NAME_AT_HUB in str(sent.get("user-agent", "")) else {}
+        return function(*args, **(kwargs | once))
+
+    repeat.repeats_for_others = True  # type: ignore[attr-defined]
+    return repeat
 
 
 def _with_inner(filesystem: Any) -> Iterator[Any]:

@@ -49,6 +49,9 @@ class ReadOnlyStorage(RetriedStorage):
         self._at = FsspecConnection(url, options, service.retries, display=self.display, secrets=self._secrets)
         self._heeds_ranges: bool | None = None  # whether the server sends parts of objects; None: not known
         self._is_web = bool(re.match(r"https?:", url))
+        self._is_hub = url.startswith("hf:")
+        # Its filesystem keeps listings, and takes the sizes of files from them; they change when somebody uploads.
+        self._fresh = {"refresh": True} if self._is_hub else {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadOnlyStorage, (self._url, self._options, self._service)
@@ -75,7 +78,9 @@ class ReadOnlyStorage(RetriedStorage):
             return b""
         if not self._sends_ranges():
             return self.get(key)[start:stop]
-        return bytes(self._asked("read", key, "cat_file", start=start, end=stop))
+        # Given a size, the Hub's filesystem asks for none, and for no bytes behind the range.
+        size = {"size": stop} if self._is_hub else {}
+        return bytes(self._asked("read", key, "cat_file", start=start, end=stop, **size))
 
     def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
         if len(places) <= 1:
@@ -141,7 +146,9 @@ class ReadOnlyStorage(RetriedStorage):
     def _listed(self, prefix: str, timeout_s: float) -> list[Any]:
         try:
             path = self._at.path(prefix)
-            return list(self._call("ls", timeout_s, f"{path}/" if self._is_web else path, detail=False))
+            return list(
+                self._call("ls", timeout_s, f"{path}/" if self._is_web else path, detail=False, **self._fresh)
+            )
         except (FileNotFoundError, NotADirectoryError):
             return []
 
@@ -163,7 +170,7 @@ class ReadOnlyStorage(RetriedStorage):
 
     def _found_below(self, prefix: str, timeout_s: float) -> dict[str, Any]:
         try:
-            return dict(self._call("find", timeout_s, self._at.path(prefix), detail=True))
+            return dict(self._call("find", timeout_s, self._at.path(prefix), detail=True, **self._fresh))
         except FileNotFoundError:
             return {}
 
