@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from trajstore.errors import DataError, FormatError
@@ -28,10 +29,11 @@ from trajstore.format.zarr_json import (
     trajstore_attributes,
     with_checksum,
 )
+from trajstore.html_blocks import MAX_ROWS, Section, count, facts, moment, representation, table
 from trajstore.schema import Schema
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint:
     """A named state of several streams, as far as its record tells.
 
@@ -58,6 +60,61 @@ class Checkpoint:
     ancestors: tuple[str, ...] = ()
     pinned_at: float | None = None
     n_ranks: int | None = None
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows that it shows, final rows included."""
+        return sum(extent.stop - extent.first for extent in self.streams.values())
+
+    def __repr__(self) -> str:
+        state = "" if self.is_complete else ", incomplete"
+        streams, rows = count(len(self.streams), "stream"), count(self.n_rows, "row")
+        return f"<Checkpoint {self.id}: {streams}, {rows}, {moment(self.created_at)}{state}>"
+
+    def _repr_html_(self) -> str:
+        return representation(
+            "Checkpoint", self.id, lambda: f"{repr(self).partition(': ')[2].removesuffix('>')}", [
+                lambda: Section("Facts", self.name, facts(self._facts()), is_open=True),
+                lambda: Section("Streams", count(len(self.streams), "stream"), self._streams_html()),
+            ],
+        )  # fmt: skip
+
+    def _facts(self) -> list[tuple[str, object]]:
+        return [
+            ("name", self.name),
+            ("created", moment(self.created_at)),
+            ("complete", "yes" if self.is_complete else "no: it is being written, or its session died"),
+            ("parent", self.parent),
+            ("ancestors", len(self.ancestors) or None),
+            ("world", self.world),
+            ("ranks", self.n_ranks),
+        ]
+
+    def _streams_html(self) -> str:
+        rows = [
+            [stream, f"{extent.first:,}", f"{extent.stop:,}", f"{extent.spans:,}", f"{len(extent.discarded):,}"]
+            for stream, extent in islice(self.streams.items(), MAX_ROWS)
+        ]
+        headings = ["stream", ">first row", ">stop", ">spans", ">episodes not shown"]
+        return table(headings, rows, len(self.streams))
+
+
+class CheckpointList(list[Checkpoint]):
+    """Checkpoints, parents before children; notebooks show them as a table."""
+
+    def _repr_html_(self) -> str:
+        return representation(
+            "Checkpoints", "", lambda: count(len(self), "checkpoint"), [
+                lambda: Section("Newest", "the last ones of the list", self._table(), is_open=True),
+            ],
+        )  # fmt: skip
+
+    def _table(self) -> str:
+        rows = [
+            [c.name, c.id, moment(c.created_at), c.parent or "", f"{len(c.streams):,}", f"{c.n_rows:,}"]
+            for c in self[-MAX_ROWS:]
+        ]
+        return table(["name", "id", "created", "parent", ">streams", ">rows"], rows, len(self))
 
 
 def checkpoint_to_bytes(checkpoint: Checkpoint, state: Mapping[str, Any], nodes: Mapping[str, Any] | None) -> bytes:

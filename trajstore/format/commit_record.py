@@ -176,7 +176,7 @@ class DerivedColumnState:
 DerivedColumnStates = Mapping[str, Mapping[str, DerivedColumnState]]  # by target stream and name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CommitRecord:
     """A stream's ``zarr.json``. Replacing it is the commit: rows that no record names do not exist.
 
@@ -206,6 +206,10 @@ class CommitRecord:
         None  # what its world shows of older streams; None: it resumed none
     )
     location: str | None = None  # the packed stream whose objects hold it; None: its own. Not stored: see `shown`
+
+    def __repr__(self) -> str:
+        state = "sealed" if self.is_sealed else "open"
+        return f"<CommitRecord of {self.id}: {self.rows:,} rows, {self.spans:,} spans, {state}>"
 
     @property
     def shown_as(self) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from trajstore.errors import CorruptionError, EpisodeNotFoundError
 from trajstore.format.derived_summaries import SUMMARIES, DerivedValues, EpisodeRows, summarize
 from trajstore.format.episode_frame import to_frame
+from trajstore.format.episode_html import EpisodeRow, table_html
 from trajstore.format.handles import EpisodeKey
 from trajstore.format.spans import END_LABELS, End, VisibleSpans, expand_ranges, join_spans_by_episode, span_table
 from trajstore.schema import Array, Schema
@@ -304,8 +305,8 @@ class EpisodeTable:
     def n_spans(self) -> int:
         return int((self._last - self._first + 1).sum())
 
-    def row(self, i: int) -> dict[str, Any]:
-        """One episode as a plain dict."""
+    def row(self, i: int) -> EpisodeRow:
+        """One episode as a dict, which notebooks show as a table."""
         i = self._position(i)
         k = self._last[i]
         declared = self._schema.episode if self._schema else {}
@@ -329,7 +330,7 @@ class EpisodeTable:
             value = text.get(name) if kind == "str" else self._spans[name][k].item()
             values[name] = (bool(value) if kind == "bool" else value) if is_present else None
         values["metadata"] = self._without_declared(text)
-        return values
+        return EpisodeRow(values)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return (self.row(i) for i in range(len(self)))
@@ -353,6 +354,9 @@ class EpisodeTable:
 
     def __repr__(self) -> str:
         return f"<EpisodeTable {len(self)} episodes, {int(self._lengths().sum())} steps>"
+
+    def _repr_html_(self) -> str:
+        return table_html(self, list(self._schema.episode) if self._schema else [])
 
 
 def _parse_text(data: bytes) -> dict[str, Any]:

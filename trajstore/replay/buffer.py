@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Unpack
@@ -16,6 +15,7 @@ from trajstore.distributed.partitions import Policy
 from trajstore.distributed.redistribution import plan_partitions
 from trajstore.format.handles import EpisodeKey
 from trajstore.replay.append_methods import AppendMethods
+from trajstore.replay.buffer_html import BufferHtml
 from trajstore.replay.checkpoint_methods import CheckpointMethods
 from trajstore.replay.options import OptionChanges, RejoinChanges, ReplayOptions, check_options, with_ranks
 from trajstore.replay.pacing import SamplesPerInsert
@@ -41,11 +41,10 @@ from trajstore.storage import DiskCache
 from trajstore.store.store import Store, Url, create
 from trajstore.store.store import open as open_store
 
-_log = logging.getLogger(__name__)
 _WINDOWS = Windows()
 
 
-class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods):
+class ReplayBuffer(AppendMethods, SampleMethods, CheckpointMethods, BufferHtml):
     """Appends, keeps, samples and checkpoints experience at a URL; safe to use from several threads.
 
     An appended step can be sampled at once, also while its episode is open. It is encoded and stored in the

@@ -6,13 +6,16 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
 
 from trajstore.errors import SchemaError
+from trajstore.html_blocks import Section, count, representation, size
 from trajstore.schema.fill_values import Fill, check_fill, fill_from_json, fill_to_json
 from trajstore.schema.nesting import nest
+from trajstore.schema.schema_html import columns_section, fields_section
 
 Alignment = Literal["action", "observation"]
 EpisodeType = Literal["bool", "int64", "float64", "str"]
@@ -24,6 +27,7 @@ DTYPES: frozenset[str] = frozenset(
 )
 _STORAGE_DTYPES = {name: np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES}
 MAX_FIELDS = 1024
+_MAX_SHOWN = 100  # fields in the text of a schema
 MAX_AXES = 32
 MAX_ROW_BYTES = 1 << 30
 MAX_EPISODE_COLUMNS = 48
@@ -239,7 +243,22 @@ class Schema:
             f"{'' if f.fill is None else f' fill {f.fill}'}"
             for p, f in self.fields.items()
         )
-        return "Schema(\n" + "\n".join(lines) + "\n)"
+        shown = list(islice(lines, _MAX_SHOWN))
+        more = [f"  ... and {len(self) - len(shown)} more"] if len(self) > len(shown) else []
+        return "Schema(\n" + "\n".join([*shown, *more]) + "\n)"
+
+    def _repr_html_(self) -> str:
+        return representation(
+            "Schema", "", lambda: f"{count(len(self), 'field')}, {size(self.row_bytes)} a step", [
+                lambda: self.fields_section(is_open=True),
+                lambda: columns_section(self.to_json()),
+            ],
+        )  # fmt: skip
+
+    def fields_section(self, *, is_open: bool = False) -> Section:
+        """The fields as a section of HTML."""
+        sizes = {path: spec.row_bytes for path, spec in self.fields.items()}
+        return fields_section(self.to_json(), sizes, is_open=is_open)
 
     @property
     def row_bytes(self) -> int:

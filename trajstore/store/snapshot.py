@@ -23,6 +23,7 @@ from trajstore.storage import Storage
 from trajstore.store.column_reader import ColumnReader, ColumnRows, StepNumbers, read_records
 from trajstore.store.episodes_ahead import EpisodesAhead
 from trajstore.store.schema_objects import check_streams, union_of_schemas
+from trajstore.store.snapshot_html import SnapshotHtml
 from trajstore.store.span_rows import SpanRows
 from trajstore.store.stored_copies import at_place_of, is_moved, load_records, with_packed_copies
 from trajstore.store.stream_reader import MissingChunkError, StreamReader
@@ -31,7 +32,7 @@ from trajstore.store.stream_view import StreamView
 T = TypeVar("T")
 
 
-class Snapshot:
+class Snapshot(SnapshotHtml):
     """An immutable view of a store at one moment.
 
     A snapshot names one commit of each stream. It reads span tables on first use, and rows when they are requested.

@@ -24,6 +24,7 @@ from trajstore.format.zarr_json import (
     to_json_bytes,
     trajstore_attributes,
 )
+from trajstore.html_blocks import representation
 from trajstore.schema import Schema, as_schema, check_name, check_not_reserved, has_reserved
 from trajstore.storage import DiskCache, Storage, client_options, open_storage
 from trajstore.store.checkpoints import Checkpoint, find, list_checkpoints
@@ -36,6 +37,7 @@ from trajstore.store.schema_objects import (
     settle,
 )
 from trajstore.store.snapshot import Snapshot
+from trajstore.store.snapshot_html import checkpoints_section, sections, summary
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import Writer
 
@@ -202,7 +204,13 @@ class Store:
         self._settled = settle(self._storage, schema, lambda: Snapshot.load(self._storage, None).schema)
 
     def __repr__(self) -> str:
-        return f"<Store {self.url}: {len(self._snapshot.streams)} streams, {self._snapshot.n_rows} rows>"
+        at = f" at checkpoint {self._at}" if self._at is not None else ""
+        return f"<Store {self.url}{at}: {len(self._snapshot.streams)} streams, {self._snapshot.n_rows} rows>"
+
+    def _repr_html_(self) -> str:
+        at = f", opened at checkpoint {self._at}" if self._at is not None else ""
+        parts = [*sections(self._snapshot), lambda: checkpoints_section(self._storage)]
+        return representation("Store", self.url, lambda: summary(self._snapshot) + at, parts)
 
 
 def create(

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from trajstore.errors import AmbiguousCheckpointError, CheckpointNotFoundError, FormatError
-from trajstore.format.checkpoint_record import Checkpoint
+from trajstore.format.checkpoint_record import Checkpoint, CheckpointList
 from trajstore.format.ids import is_stream_id
 from trajstore.storage import Storage
 from trajstore.store.checkpoints.objects import LATEST, read_checkpoint, read_checkpoints
 
 
-def list_checkpoints(storage: Storage) -> list[Checkpoint]:
+def list_checkpoints(storage: Storage) -> CheckpointList:
     """Every complete checkpoint, parents before children, otherwise by time of creation.
 
     Costs one listing and one wave of concurrent reads.
@@ -21,7 +21,7 @@ def list_checkpoints(storage: Storage) -> list[Checkpoint]:
     Raises:
         FormatError: A checkpoint is damaged; the message names it.
     """
-    return _by_descent(storage, [c for c in read_checkpoints(storage) if c.is_complete])
+    return CheckpointList(_by_descent(storage, [c for c in read_checkpoints(storage) if c.is_complete]))
 
 
 def lineage(storage: Storage, checkpoint_id: str) -> list[Checkpoint]:
