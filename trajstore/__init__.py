@@ -4,8 +4,8 @@
 writers append and whose snapshots are read; `Reader` samples batches of `Windows` from it.
 
 - The live buffer: `ReplayBuffer`, `Retention`, `SamplesPerInsert`, `redistribute`, `request_checkpoint`.
-- Stores: `create`, `open`, `copy`, `merge`, `pack`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`, `Schema`,
-  `Field`, `Checkpoint`, `DiskCache`, `estimate_cost`, `Cost`, `Prices`.
+- Stores: `create`, `open`, `copy`, `merge`, `pack`, `repair`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`,
+  `Schema`, `Field`, `Checkpoint`, `DiskCache`, `estimate_cost`, `Cost`, `Prices`.
 - Sampling: `Reader`, `Windows`, `Batch`, `Priorities`, `Linear`, `Hindsight`, `Mixture`, `Ring`, `BatchDataset`,
   `WindowDataset`.
 - Errors: all are a `TrajstoreError`.
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from trajstore.sampling.reader import Reader
     from trajstore.sampling.torch_datasets import BatchDataset, WindowDataset
     from trajstore.sampling.windows import Windows
+    from trajstore.store.repair import repair
 
 __version__ = "0.1.0"
 
@@ -141,10 +142,11 @@ __all__ = [
     "open",
     "pack",
     "redistribute",
+    "repair",
     "request_checkpoint",
 ]
 
-_NEED_TORCH = {
+_LATER = {
     "Batch": "trajstore.sampling.batches.outputs",
     "BatchDataset": "trajstore.sampling.torch_datasets",
     "Hindsight": "trajstore.sampling.hindsight",
@@ -162,6 +164,7 @@ _NEED_TORCH = {
     "WindowDataset": "trajstore.sampling.torch_datasets",
     "Windows": "trajstore.sampling.windows",
     "redistribute": "trajstore.distributed.redistribution",
+    "repair": "trajstore.store.repair",
 }
 
 
@@ -169,14 +172,14 @@ _PACKAGES = ("compat", "datasets", "logging", "plot", "ray", "testing", "viewer"
 
 
 def __getattr__(name: str) -> Any:
-    """Import names that need torch at their first use: programs that only write or inspect need not wait for it."""
+    """Import names that need torch, or are rarely used, at their first use: others need not wait for them."""
     from importlib import import_module
 
     if name in _PACKAGES:
         return import_module(f"trajstore.{name}")
-    if name not in _NEED_TORCH:
+    if name not in _LATER:
         raise AttributeError(f"module 'trajstore' has no attribute {name!r}")
-    return getattr(import_module(_NEED_TORCH[name]), name)
+    return getattr(import_module(_LATER[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,7 @@ from trajstore.cli.listing import list_episodes
 from trajstore.cli.new_stores import copy_store, merge_stores
 from trajstore.cli.pack import pack_store
 from trajstore.cli.parameters import Argument, Option, find_secrets
+from trajstore.cli.repair import repair_store
 from trajstore.cli.rlinf import RLINF_COMMANDS
 from trajstore.cli.sample import sample
 from trajstore.cli.show import show
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "view": view,
     "verify": verify_store,
     "copy": copy_store,
+    "repair": repair_store,
     "merge": merge_stores,
     "pack": pack_store,
     "checkpoints": checkpoints,
