@@ -27,9 +27,10 @@ PAGES = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "examples/README.md": "examples/index.md",
 }
-COPIED = ("LICENSE", "CITATION.cff", "SECURITY.md", "examples/*.py")
+COPIED = ("LICENSE", "CITATION.cff", "examples/*.py")
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)[^\n]*\n.*?^(?P=indent)(?P=ticks) *$", re.M | re.S)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"(\]\(\s*<?)([^)\s>]+)(>?[^)]*\))")
