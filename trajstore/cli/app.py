@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hint
 
 import trajstore
 from trajstore.cli.checkpoints import checkpoints, redistribute, request_checkpoint
+from trajstore.cli.doctor import doctor
 from trajstore.cli.exit_codes import FAILED, FINE, print_error, run_command
 from trajstore.cli.import_export import add_import_and_export
 from trajstore.cli.info import info
@@ -39,6 +40,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "sample": sample,
     "view": view,
     "verify": verify_store,
+    "doctor": doctor,
     "copy": copy_store,
     "repair": repair_store,
     "merge": merge_stores,
