@@ -11,6 +11,7 @@ import numpy as np
 
 from trajstore.errors import CorruptionError, EpisodeNotFoundError
 from trajstore.format.derived_summaries import SUMMARIES, DerivedValues, EpisodeRows, summarize
+from trajstore.format.episode_arrow import to_arrow, write_parquet
 from trajstore.format.episode_frame import to_frame
 from trajstore.format.episode_html import EpisodeRow, table_html
 from trajstore.format.handles import EpisodeKey
@@ -18,7 +19,10 @@ from trajstore.format.spans import END_LABELS, End, VisibleSpans, expand_ranges,
 from trajstore.schema import Array, Schema
 
 if TYPE_CHECKING:
+    import os
+
     import pandas as pd
+    import pyarrow as pa
 
 
 _TEXT_GAP_BYTES = 64 << 10  # text between two episodes that is not worth a second read
@@ -351,6 +355,34 @@ class EpisodeTable:
         names = [name for name in self.columns if name != "metadata"]
         columns = {name: self[name] for name in (*names, *(self.summaries if derived else ()))}
         return to_frame(columns, self._schema.episode if self._schema else {}, self["metadata"].tolist())
+
+    def to_arrow(self, *, derived: bool = False) -> pa.Table:
+        """The table as a `pyarrow.Table`, for Polars, DuckDB and others.
+
+        ``stream`` and ``end`` are dictionaries of text, ``time`` is a UTC timestamp, declared columns are null
+        where an episode has no value, and ``metadata`` is JSON text, null where there is none.
+
+        Args:
+            derived: Also read the derived columns, and add their `summaries`.
+
+        Raises:
+            MissingExtraError: pyarrow is not installed.
+        """
+        columns = {name: self[name] for name in (*self.columns, *(self.summaries if derived else ()))}
+        labels = {name: self.codes(name) for name in ("stream", "end")}
+        return to_arrow(columns, labels, self._schema.episode if self._schema else {})
+
+    def to_parquet(self, path: str | os.PathLike[str], *, derived: bool = False) -> None:
+        """Write the table to a Parquet file with the columns of `to_arrow`; an existing file is replaced.
+
+        Args:
+            path: The file.
+            derived: Also read the derived columns, and add their `summaries`.
+
+        Raises:
+            MissingExtraError: pyarrow is not installed.
+        """
+        write_parquet(self.to_arrow(derived=derived), path)
 
     def __repr__(self) -> str:
         return f"<EpisodeTable {len(self)} episodes, {int(self._lengths().sum())} steps>"

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trajstore.arguments import parse_bytes
 from trajstore.errors import ClosedError, SchemaError, StoreExistsError, StoreNotFoundError
 from trajstore.format.codec import load_compressors
 from trajstore.format.commit_record import CommitRecord, stream_layouts
@@ -38,10 +39,12 @@ from trajstore.store.schema_objects import (
 )
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.snapshot_html import checkpoints_section, sections, summary
+from trajstore.store.xarray_dataset import to_xarray
 from trajstore.writing.options import WriterOptions
 from trajstore.writing.writer import Writer
 
 if TYPE_CHECKING:
+    import xarray
     import zarr
 
 _ROOT = "zarr.json"
@@ -184,6 +187,29 @@ class Store:
     ) -> dict[str, Any]:
         """Read the steps of one episode; see `Snapshot.read_episode`."""
         return self._snapshot.read_episode(episode, fields=fields, columns=columns, start=start, stop=stop)
+
+    def to_xarray(
+        self, fields: Iterable[str] | None = None, *, final: bool = False, chunk_bytes: int | str = "16MiB"
+    ) -> xarray.Dataset:
+        """The steps of all episodes as a lazy `xarray.Dataset`, which reads values when they are computed.
+
+        The streams follow each other along the dimension ``step``. A variable is a dask array whose chunks hold
+        whole stored chunks, so that each of these is read once; nested fields are named ``observation.state``, and
+        fields named like a coordinate ``steps.t``. The coordinates ``stream`` (a position in its attribute
+        ``ids``), ``episode`` and ``t`` say which step a row is; they are lazy too.
+
+        Args:
+            fields: Paths of fields, or names of groups; all by default.
+            final: Also show final rows, which hold only the last observation of an episode and filler in other
+                fields. The coordinate ``is_final`` says which these are.
+            chunk_bytes: About the size of a dask chunk.
+
+        Raises:
+            KeyError: A name is neither a field nor a group.
+            MissingExtraError: xarray or dask is not installed.
+        """
+        size = parse_bytes(chunk_bytes, "chunk_bytes")
+        return to_xarray(self._snapshot, fields, final=final, chunk_bytes=size)
 
     def zarr_group(self) -> zarr.Group:
         """Open the store as a read-only `zarr.Group`, for tools that know only Zarr."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from trajstore.format.spans import EpisodeSpans, expand_counts, join_spans_by_episode, span_table
-from trajstore.schema import Array
+from trajstore.schema import Array, Field
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.stream_reader import MissingChunkError
 
@@ -86,7 +86,8 @@ class VisibleRows:
         source = self.spans.source[span]
         edges = [0, *(np.flatnonzero(np.diff(source)) + 1).tolist(), len(source)]
         if not len(source):
-            return self._rows_of(0, path, np.empty(0, np.int64))
+            spec = self._field(path)
+            return np.empty((0, *spec.shape), spec.storage_dtype)
         parts = [self._rows_of(int(source[a]), path, row[a:b]) for a, b in pairwise(edges)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -119,10 +120,13 @@ class VisibleRows:
             edges += [spans.number[owner] + within, spans.number[end : end + 1]]
         return np.unique(np.concatenate(edges))
 
+    def _field(self, path: str) -> Field:
+        assert self.snapshot.schema is not None  # it has this field
+        return self.snapshot.schema[path.removeprefix("steps/")]
+
     def _block_rows(self, source: int, path: str, chunk_bytes: int) -> int:
         reader = self.snapshot.readers[source]
-        assert self.snapshot.schema is not None  # it has rows
-        row_bytes = self.snapshot.schema[path.removeprefix("steps/")].row_bytes
+        row_bytes = self._field(path).row_bytes
         stored = reader.chunk_rows(path)
         if stored is None:
             return max(1, chunk_bytes // row_bytes)
