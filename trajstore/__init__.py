@@ -4,8 +4,8 @@
 writers append and whose snapshots are read; `Reader` samples batches of `Windows` from it.
 
 - The live buffer: `ReplayBuffer`, `Retention`, `SamplesPerInsert`, `redistribute`, `request_checkpoint`.
-- Stores: `create`, `open`, `copy`, `merge`, `pack`, `repair`, `Store`, `Snapshot`, `EpisodeTable`, `Writer`,
-  `Schema`, `Field`, `Checkpoint`, `DiskCache`, `estimate_cost`, `Cost`, `Prices`.
+- Stores: `create`, `open`, `copy`, `merge`, `split`, `pack`, `repair`, `Store`, `Snapshot`, `EpisodeTable`,
+  `Writer`, `Schema`, `Field`, `Checkpoint`, `DiskCache`, `estimate_cost`, `Cost`, `Prices`.
 - Sampling: `Reader`, `Windows`, `Batch`, `Priorities`, `Linear`, `Hindsight`, `Mixture`, `Ring`, `BatchDataset`,
   `WindowDataset`.
 - Errors: all are a `TrajstoreError`.
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from trajstore.sampling.torch_datasets import BatchDataset, WindowDataset
     from trajstore.sampling.windows import Windows
     from trajstore.store.repair import repair
+    from trajstore.store.splitting import split
 
 __version__ = "0.1.0"
 
@@ -144,6 +145,7 @@ __all__ = [
     "redistribute",
     "repair",
     "request_checkpoint",
+    "split",
 ]
 
 _LATER = {
@@ -165,6 +167,7 @@ _LATER = {
     "Windows": "trajstore.sampling.windows",
     "redistribute": "trajstore.distributed.redistribution",
     "repair": "trajstore.store.repair",
+    "split": "trajstore.store.splitting",
 }
 
 

@@ -113,3 +113,47 @@ def test_options_of_both_places_are_never_shown(template: Path, tmp_path: Path) 
 def test_every_command_has_json(template: Path, tmp_path: Path) -> None:
     assert json.loads(run("copy", template, tmp_path / "a", "--json").stdout)["url"].endswith("a")
     assert app() is not None
+
+
+# ---- split -----------------------------------------------------------------------------------------------
+
+
+def test_split_by_shares_is_reproducible(template: Path, tmp_path: Path) -> None:
+    result = run("split", template, f"{tmp_path / 'a'}=70%", f"{tmp_path / 'b'}=2", "--seed", 3)
+    assert result.exit_code == 0, result.stderr
+    assert "1 episode in none of them." in result.stdout
+    facts = run_json("split", template, f"{tmp_path / 'c'}=0.7", f"{tmp_path / 'd'}=rest", "--seed", "3")
+    assert [part["n_episodes"] for part in facts["parts"]] == [8, 3]
+    assert shown_at(tmp_path / "a") == shown_at(tmp_path / "c")
+    assert verify(tmp_path / "d").is_clean
+
+
+def test_split_by_a_filter_divides_what_matches_from_the_rest(template: Path, tmp_path: Path) -> None:
+    facts = run_json("split", template, tmp_path / "good", tmp_path / "others", "--where", "success == true")
+    assert [part["n_episodes"] for part in facts["parts"]] == [5, 6]
+    good = trajstore.open(tmp_path / "good")
+    assert good.episodes["success"].tolist() == [True] * 5
+    facts = run_json("split", template, f"{tmp_path / 'half'}=0.5", "--where", "length < 10")
+    assert (facts["parts"][0]["n_episodes"], facts["n_left"]) == (3, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a=0.9", "b=0.2"], "add up to 1.1"),
+        (["a=0.9", "b"], "expected TARGET=SHARE for each"),
+        (["a"], "expected TARGET=SHARE for each"),
+        (["a=1", "a=2"], "different URLs"),
+        (["a=100"], "at most 11 episodes"),
+        (["a", "--where", "lengh > 3"], "lengh"),
+        (["memory://x=1"], "memory"),
+    ],
+)
+def test_wrong_shares_are_refused_before_anything_is_written(
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("split", template, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert list(tmp_path.iterdir()) == []

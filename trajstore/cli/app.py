@@ -26,6 +26,7 @@ from trajstore.cli.repair import repair_store
 from trajstore.cli.rlinf import RLINF_COMMANDS
 from trajstore.cli.sample import sample
 from trajstore.cli.show import show
+from trajstore.cli.split import split_store
 from trajstore.cli.verify import verify_store
 from trajstore.cli.view import view
 from trajstore.cli.warm_up import warm_up
@@ -44,6 +45,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "copy": copy_store,
     "repair": repair_store,
     "merge": merge_stores,
+    "split": split_store,
     "pack": pack_store,
     "checkpoints": checkpoints,
     "redistribute": redistribute,

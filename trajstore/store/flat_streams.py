@@ -97,7 +97,7 @@ def put_columns(storage: Storage, record: CommitRecord, columns: Iterator[Column
     return replace(record, columns={record.id: states} if states else {}, layouts=layouts)
 
 
-def missing_object(snapshot: Snapshot, stream: str, error: FileNotFoundError) -> Exception:
+def missing_object(snapshot: Snapshot, stream: str, error: Exception) -> Exception:
     """The error for an object of a source that is gone: evicted or packed during the call, or lost."""
     first = dict(snapshot.cuts())[stream].first
     reason = snapshot.reason(MissingChunkError(str(error), stream, first, first), first)

@@ -11,12 +11,13 @@ import numpy as np
 from trajstore.errors import CorruptionError
 from trajstore.format.commit_record import CommitRecord, StreamExtent
 from trajstore.format.spans import Spans, check_spans
-from trajstore.schema import Array, Schema
+from trajstore.schema import Array
 from trajstore.storage import Storage
 from trajstore.store.array_writing import put_array
 from trajstore.store.repair.objects import ArrayDamage, StoredArray, salvage
 from trajstore.store.repair.report import Damage, LostEpisode, RepairReport, ShortenedEpisode
 from trajstore.store.repair.spans import DamagedRows, SalvagedSpans, SpanTable, salvage_spans
+from trajstore.store.stream_parts import summed_reward
 from trajstore.store.stream_reader import StreamReader
 
 SPAN_ARRAYS = ("spans/ints", "spans/floats", "spans/text")
@@ -212,11 +213,3 @@ def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             found.append((start, stop))
     return found
-
-
-def summed_reward(schema: Schema) -> str | None:
-    """The field whose sum is the return of an episode; None if there is none."""
-    spec = schema.fields.get(schema.reward) if schema.reward else None
-    if spec is None or np.prod(spec.shape) != 1 or spec.dtype in ("bool", "bfloat16"):
-        return None
-    return schema.reward
