@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
@@ -108,11 +110,18 @@ class Questions:
 
     def _kept(self, name: str, compute: Callable[..., Answer]) -> Answer:
         moment = self._view.moment
+        _ = moment.episodes  # shared by most of them
         return moment.keep(name, lambda: compute(moment.snapshot))
+
+    def prepare(self) -> None:
+        """Compute what the first page shows, so that it does not wait."""
+        with contextlib.suppress(Exception):  # whoever asks is told
+            self._kept("facts", overview.facts)
+            self._kept("plots", overview.plots)
 
     def episodes(self, asked: Parameters) -> Answer:
         moment = self._view.moment
-        found = moment.keep("list", lambda: EpisodeList(moment.snapshot.episodes))
+        found = moment.keep("list", lambda: EpisodeList(moment.episodes))
         return found.page(
             where=asked.text("filter"), sort=asked.text("sort"), start=asked.count("start"), n=asked.count("n", 50)
         )
@@ -175,7 +184,9 @@ def application(view: LiveView, access: Access, secrets: tuple[str, ...] = ()) -
         return endpoint
 
     routes = [Route("/", root)]
-    routes += [Route(f"/api/{name}", answers(question)) for name, question in Questions(view).all().items()]
+    questions = Questions(view)
+    routes += [Route(f"/api/{name}", answers(question)) for name, question in questions.all().items()]
+    threading.Thread(target=questions.prepare, name="trajstore-viewer-first-page", daemon=True).start()
     return Guard(Starlette(routes=routes), access, page)
 
 

@@ -36,7 +36,7 @@ class EpisodePage:
         self._moment = moment
         self._snapshot: Snapshot = moment.snapshot
         self._key = key
-        self._table = self._snapshot.episodes
+        self._table = moment.episodes
         self._i = self._table.find(key)
         self._spans = self._table.spans(self._i)
         self._has_final = self._table.has_final(self._i)

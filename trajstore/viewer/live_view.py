@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from trajstore.errors import StorageError
+from trajstore.format.episode_table import EpisodeTable
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store
 
@@ -34,21 +35,33 @@ class Moment:
     snapshot: Snapshot
     checkpoints: tuple[str, ...]
     _kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
-    _keeping: threading.Lock = field(default_factory=threading.Lock)
+    _computing: dict[Hashable, threading.Lock] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def keep(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """A result for ``key``, computed once while it is among the last few that were asked for."""
-        with self._keeping:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                found: T = self._kept[key]
-                return found
-        result = compute()
-        with self._keeping:
-            self._kept[key] = result
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+        """A result for ``key``, computed once while it is among the last few that were asked for.
+
+        Threads that ask for it at the same time wait for the first one.
+        """
+        with self._lock:
+            computing = self._computing.setdefault(key, threading.Lock())
+        with computing:
+            with self._lock:
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+                    found: T = self._kept[key]
+                    return found
+            result = compute()
+            with self._lock:
+                self._kept[key] = result
+                while len(self._kept) > _KEPT:
+                    self._computing.pop(self._kept.popitem(last=False)[0], None)
         return result
+
+    @property
+    def episodes(self) -> EpisodeTable:
+        """The episode table, made once however many threads ask for it."""
+        return self.keep("table", lambda: self.snapshot.episodes)
 
 
 class LiveView:

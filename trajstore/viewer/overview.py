@@ -9,7 +9,6 @@ import numpy as np
 from trajstore.format.codec import Codec
 from trajstore.format.commit_record import CommitRecord
 from trajstore.format.marks import Marks
-from trajstore.format.spans import END_LABELS
 from trajstore.format.zarr_json import parse_json, trajstore_attributes
 from trajstore.schema import Array
 from trajstore.store.snapshot import Snapshot
@@ -111,10 +110,10 @@ def plots(snapshot: Snapshot) -> Facts:
     """Returns, lengths and ends of the episodes in order of time, and how they are distributed."""
     table = snapshot.episodes
     time, length, returns = table["time"], table["length"], table["return"].astype(np.float64)
-    ends = np.unique(table["end"], return_inverse=True) if len(table) else (np.empty(0, object), np.empty(0, int))
-    order = np.argsort(time, kind="stable")
+    codes, labels = table.codes("end")
+    order = np.argsort(time, kind="stable")  # quick, because streams are sorted
     edges = _edges(len(order))
-    shown = [label for label in END_LABELS if label in set(ends[0])]
+    shown = np.flatnonzero(np.bincount(codes, minlength=len(labels)))
     return {
         "n_episodes": len(order),
         "episodes": edges[1:],
@@ -122,7 +121,7 @@ def plots(snapshot: Snapshot) -> Facts:
         "times": time[order][edges[1:] - 1] if len(order) else np.empty(0),
         "return": _buckets(returns[order], edges),
         "length": _buckets(length[order].astype(np.float64), edges),
-        "ends": {label: _counts((ends[1] == list(ends[0]).index(label))[order], edges) for label in shown},
+        "ends": {str(labels[code]): _counts(codes[order] == code, edges) for code in shown},
         "histograms": {"return": _histogram(returns), "length": _histogram(length)},
     }
 

@@ -5,7 +5,7 @@
     const rough = span / Math.max(1, n);
     const power = 10 ** Math.floor(Math.log10(rough));
     const factor = rough / power;
-    return power * (factor <= 1 ? 1 : factor <= 2 ? 2 : factor <= 5 ? 5 : 10);
+    return power * (factor < 1.4 ? 1 : factor < 3.2 ? 2 : factor < 7.1 ? 5 : 10);
   };
 
   viewer.ticks = (low, high, n, { isWhole } = {}) => {

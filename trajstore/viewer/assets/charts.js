@@ -387,14 +387,14 @@
       const context = this.begin([xs[0] ?? 0, xs[n - 1] ?? 1], [0, 1], null);
       if (!context) return;
       // A column for each point, from the middle between it and the one before to the middle after it.
-      const edges = xs.map((x, i) => this.x(i ? (xs[i - 1] + x) / 2 : x)).concat(this.x(xs[n - 1]));
+      const edges = xs.map((x, i) => Math.round(this.x(i ? (xs[i - 1] + x) / 2 : x))).concat(Math.round(this.x(xs[n - 1])));
       const below = new Array(n).fill(0);
       for (const share of this.shares) {
         context.fillStyle = viewer.colour(share.colour);
         share.counts.forEach((count, i) => {
           const from = below[i];
           below[i] += count / this.totals[i];
-          context.fillRect(edges[i], this.y(below[i]), edges[i + 1] - edges[i] + 0.6, this.y(from) - this.y(below[i]));
+          context.fillRect(edges[i], this.y(below[i]), edges[i + 1] - edges[i], this.y(from) - this.y(below[i]));
         });
       }
       this.finish(context);

@@ -106,7 +106,7 @@
       viewer.replace(
         this.heading,
         viewer.h("div", { class: "crumbs" }, viewer.link("episodes", {}, "Episodes"), viewer.h("span", { "aria-hidden": "true" }, " / "), viewer.h("span", { title: row.stream }, viewer.shortId(row.stream))),
-        viewer.h("div", { class: "title-line" }, viewer.h("h1", {}, `Episode ${row.episode}`), viewer.h("span", { class: "end big" }, viewer.h("span", { class: `dot ${viewer.endColour(row.end)}` }), row.end), viewer.h("span", { class: "spacer" }), to(facts.previous, "←", "Previous episode (p)"), viewer.h("small", { class: "quiet" }, `${viewer.count(facts.position + 1)} of ${viewer.count(facts.n_episodes)}`), to(facts.next, "→", "Next episode (n)")),
+        viewer.h("div", { class: "title-line" }, viewer.h("h1", {}, `Episode ${row.episode}`), viewer.h("span", { class: "end big" }, viewer.h("span", { class: `dot ${viewer.endColour(row.end)}` }), row.end), viewer.h("span", { class: "spacer" }), viewer.h("span", { class: "steps" }, to(facts.previous, "←", "Previous episode (p)"), viewer.h("small", { class: "quiet" }, `${viewer.count(facts.position + 1)} of ${viewer.count(facts.n_episodes)}`), to(facts.next, "→", "Next episode (n)"))),
         viewer.h("dl", { class: "facts" }, fact("Return", viewer.number(row.return)), fact("Steps", viewer.count(row.length)), fact("Environment", viewer.count(row.env)), fact("Last written", viewer.fullDate(row.time)), facts.first_step ? fact("First step still stored", viewer.count(facts.first_step)) : ""),
       );
       const known = new Set(["stream", "episode", "env", "length", "end", "return", "has_final", "is_headless", "time", "metadata"]);

@@ -116,7 +116,10 @@
     return viewer.panel(title, async (panel) => {
       const { histograms } = await plots();
       if (!histograms[name]) return viewer.replace(panel.body, viewer.h("p", { class: "quiet" }, "No values yet."));
-      if (!chart.element.isConnected) viewer.replace(panel.body, chart.element);
+      if (!chart.element.isConnected) {
+        viewer.replace(panel.body, chart.element);
+        viewer.replace(panel.extra, chart.readout);
+      }
       return chart.set(histograms[name]);
     });
   }
