@@ -60,10 +60,17 @@ def _secrets_of(url: str, options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _secrets_of("", value)
-        elif isinstance(value, str) and value and _SECRET_OPTION.search(str(name)) and value not in _PLAIN_VALUES:
-            yield value
-            if "connection" in str(name).lower():  # AccountName=...;AccountKey=...
-                yield from (part.partition("=")[2] for part in value.split(";") if _SECRET_OPTION.search(part[:20]))
+        elif _SECRET_OPTION.search(str(name)):
+            yield from _secrets_in(str(name), value)
+
+
+def _secrets_in(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, (list, tuple)):  # a user and a password
+        yield from (part for part in value if isinstance(part, str) and len(part) >= _MIN_SECRET)
+    elif isinstance(value, str) and value and value not in _PLAIN_VALUES:
+        yield value
+        if "connection" in name.lower():  # AccountName=...;AccountKey=...
+            yield from (part.partition("=")[2] for part in value.split(";") if _SECRET_OPTION.search(part[:20]))
 
 
 def redacted(text: str, secrets: Iterable[str]) -> str:

@@ -21,7 +21,10 @@ RETRY_S = 0.3
 MOST_TRIES = 5  # of one request in this time: pauses are 0.05 s at least and grow; gcsfs alone makes six
 
 
-@pytest.fixture(params=[("gcs", "fsspec"), ("azure", "fsspec"), ("azure", "obstore")], ids="-".join)
+PATHS = [("s3", "obstore"), ("gcs", "fsspec"), ("gcs", "obstore"), ("azure", "fsspec"), ("azure", "obstore")]
+
+
+@pytest.fixture(params=PATHS, ids="-".join)
 def outage(
     request: pytest.FixtureRequest, server: Callable[[str], Server], new_place: Callable[[str], Place]
 ) -> Iterator[tuple[Proxy, Place]]:

@@ -134,6 +134,7 @@ def test_faults_are_told_by_status(make: Callable[[int], Exception]) -> None:
 def test_faults_are_told_by_code(make: Callable[[int, str], Exception]) -> None:
     assert fault_of(make(400, "RequestTimeout")) is Fault.TEMPORARY
     assert fault_of(make(400, "ExpiredToken")) is Fault.EXPIRED
+    assert fault_of(make(403, "AuthenticationFailed")) is Fault.EXPIRED
     assert fault_of(make(403, "AccessDenied")) is Fault.FINAL
 
 
@@ -142,6 +143,10 @@ def test_faults_are_told_by_type_and_cause() -> None:
         assert fault_of(final) is Fault.FINAL
     for temporary in (ConnectionResetError(), TimeoutError(), EOFError(), json.JSONDecodeError("cut", "{", 1)):
         assert fault_of(temporary) is Fault.TEMPORARY
+    missing = FileNotFoundError("no size")
+    for cause, fault in ((ConnectionResetError(), Fault.TEMPORARY), (KeyError("k"), Fault.FINAL)):
+        missing.__cause__ = cause
+        assert fault_of(missing) is fault
     caused = OSError("translated")
     caused.__cause__ = Answered(429)
     assert fault_of(caused) is Fault.TEMPORARY

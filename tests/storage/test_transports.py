@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import trajstore
 from tests.conftest import Place
-from tests.support.proxy import Proxy
+from tests.support.proxy import Answer, Proxy, first
 from tests.support.servers.process import Server
 from trajstore import Field
 from trajstore.cli.app import main
 from trajstore.compat.rlinf.checkpoint_reference import CheckpointReference
+from trajstore.credentials import secrets_of
 from trajstore.errors import DataError, StorageError
 from trajstore.storage import FsspecStorage, ObstoreStorage, open_storage
 from trajstore.storage.obstore_options import UnmappedError, obstore_client
@@ -154,29 +156,91 @@ def test_a_filesystem_can_be_handed_in() -> None:
 
 PLANTED = "planted+secret/of=nobody"
 USER_TOKEN = {"type": "authorized_user", "refresh_token": PLANTED, "client_id": "x", "client_secret": PLANTED}
+SERVICE_ACCOUNT = {
+    "type": "service_account",
+    "client_email": "me@x",
+    "private_key_id": PLANTED,
+    "private_key": f"-----BEGIN PRIVATE KEY-----\n{PLANTED}\n-----END PRIVATE KEY-----\n",
+    "token_uri": f"{ENDPOINT}/token",
+}
+HEADERS = {"Authorization": f"Bearer {PLANTED}", "X-Api-Token": PLANTED, "Cookie": f"session={PLANTED}"}
+BOTH = ("obstore", "fsspec")
 PLACES = [
-    ("s3://bucket/x", {"key": PLANTED, "secret": PLANTED, "token": PLANTED, "endpoint_url": ENDPOINT}),
-    ("s3://bucket/x", {"key": PLANTED, "secret": PLANTED, "client_kwargs": {"endpoint_url": ENDPOINT}}),
-    ("gs://bucket/x", {"token": USER_TOKEN, "endpoint_url": ENDPOINT}),
-    ("az://bucket/x", {"connection_string": AZURE}),
-    ("az://bucket/x", {"account_name": "a", "sas_token": f"?sv=1&sig={PLANTED}", "account_host": "127.0.0.1:1"}),
+    ("s3://bucket/x", {"key": PLANTED, "secret": PLANTED, "token": PLANTED, "endpoint_url": ENDPOINT}, BOTH),
+    ("s3://bucket/x", {"key": PLANTED, "secret": PLANTED, "client_kwargs": {"endpoint_url": ENDPOINT}}, BOTH),
+    ("s3://me:planted@bucket/x", {"endpoint_url": ENDPOINT}, ("fsspec",)),
+    ("gs://bucket/x", {"token": USER_TOKEN, "endpoint_url": ENDPOINT}, ("fsspec",)),
+    ("gs://bucket/x", {"token": SERVICE_ACCOUNT, "endpoint_url": ENDPOINT}, BOTH),
+    ("az://bucket/x", {"connection_string": AZURE}, BOTH),
+    ("az://bucket/x", {"account_name": "a", "account_key": ACCOUNT_KEY, "account_host": "127.0.0.1:1"}, BOTH),
+    (
+        "az://bucket/x",
+        {"account_name": "a", "sas_token": f"?sv=1&sig={PLANTED}", "account_host": "127.0.0.1:1"},
+        BOTH,
+    ),
+    ("http://127.0.0.1:1/x", {"client_kwargs": {"headers": HEADERS}}, ("fsspec",)),
+    ("http://127.0.0.1:1/x", {"client_kwargs": {"auth": ("me", PLANTED)}}, ("fsspec",)),
+    ("http://me:planted@127.0.0.1:1/x?sig=planted", {}, ("fsspec",)),
+    ("zip://::http://me:planted@127.0.0.1:1/x.zip", {}, ("fsspec",)),
+    ("zip://::http://127.0.0.1:1/x.zip", {"http": {"client_kwargs": {"headers": HEADERS}}}, ("fsspec",)),
 ]
 
 
-@pytest.mark.parametrize("transport", ["auto", "fsspec"])
-@pytest.mark.parametrize(("url", "options"), PLACES)
+@pytest.mark.parametrize(
+    ("url", "options", "transport"), [(url, options, by) for url, options, names in PLACES for by in names]
+)
 def test_an_unreachable_service_shows_no_secret_anywhere(
     url: str, options: dict[str, Any], transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from tests.storage.test_s3 import shown
 
     storage = open_storage(url, {**options, "transport": transport, "retry_s": 0.01, "request_s": 5}).source
+    # What the client may quote, or keep in what it raises.
     with caplog.at_level(logging.DEBUG, "trajstore"), pytest.raises(StorageError) as caught:
         storage.put("key", b"data")
-    text = f"{shown(caught.value)} {storage!r} {storage.display} {vars(storage).get('_client')!r}"
+    errors: list[BaseException] = [caught.value]
+    with caplog.at_level(logging.DEBUG, "trajstore"), pytest.raises(StorageError) as caught:
+        storage.get("key")
+    errors.append(caught.value)
+    text = "".join(shown(error) + "".join(traceback.format_exception(error)) for error in errors)
+    text += f"{storage!r} {storage.display} {storage.stats()} {vars(storage).get('_client')!r}"
     text += "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("trajstore"))
     assert "planted" not in text
     assert ACCOUNT_KEY not in text
+
+
+def test_a_password_beside_its_user_is_a_secret() -> None:
+    assert list(secrets_of("", {"client_kwargs": {"auth": ("me", "planted")}, "places": ("not", "a secret")})) == [
+        "planted"
+    ]
+
+
+@pytest.mark.parametrize("transport", BOTH)
+@pytest.mark.parametrize("kind", ["gcs", "azure"])
+def test_a_service_that_quotes_secrets_is_not_repeated_to_the_user(
+    kind: str, transport: str, server: Callable[[str], Server]
+) -> None:
+    from tests.storage.test_s3 import shown
+
+    with contextlib.closing(Proxy(server(kind).endpoint)) as proxy:
+        options: dict[str, Any] = {"token": "anon", "endpoint_url": proxy.endpoint}
+        if kind == "azure":
+            options = {"connection_string": AZURE.replace(ENDPOINT, proxy.endpoint)}
+        storage = open_storage(
+            f"{server(kind).scheme}://bucket/x", {**options, "transport": transport, "retry_s": 0.1}
+        )
+        quoted = f"AccountKey={ACCOUNT_KEY}; Authorization: Bearer {PLANTED}; https://h/x?sig={PLANTED}"
+        for status in (400, 403, 503):
+            proxy.plan = first(1000, Answer(status, "Quoting", quoted))
+            for call in (
+                lambda: storage.get("key"),
+                lambda: storage.put("key", b"1"),
+                lambda: storage.list_names(""),
+            ):
+                with pytest.raises(StorageError) as caught:
+                    call()
+                assert "planted" not in shown(caught.value)
+                assert kind == "gcs" or ACCOUNT_KEY not in shown(caught.value)
 
 
 @pytest.mark.parametrize(

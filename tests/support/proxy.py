@@ -315,7 +315,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             if name.lower() not in hop_by_hop:
                 self.send_header(name, value)
-        length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(body))
+        said = next((value for name, value in headers.items() if name.lower() == "content-length"), "0")
+        length = said if self.command == "HEAD" else str(len(body))
         self.send_header("Content-Length", length)
         self.end_headers()
         if self.command != "HEAD":

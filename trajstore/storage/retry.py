@@ -168,6 +168,7 @@ _TEMPORARY_CODES = frozenset(
 )
 _EXPIRED_CODES = frozenset(
     {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired", "InvalidToken"}
+    | {"AuthenticationFailed"}  # of Azure, for a signature whose time is over
 )
 _PROGRAM_ERRORS = (
     TypeError,
@@ -193,8 +194,8 @@ def fault_of(error: BaseException) -> Fault:
         return Fault.EXPIRED
     if code in _TEMPORARY_CODES:
         return Fault.TEMPORARY
-    if isinstance(error, FileNotFoundError) and status is not None and status >= 500:
-        return Fault.TEMPORARY  # fsspec takes every failure to find out a size for this
+    if isinstance(error, FileNotFoundError) and _hides_a_fault(error, status):
+        return Fault.TEMPORARY
     if isinstance(error, (*_FINAL_FILE_ERRORS, *_DAMAGES)):
         return Fault.FINAL
     if isinstance(error, _PROGRAM_ERRORS) and not isinstance(error, JSONDecodeError):  # that is a truncated answer
@@ -205,6 +206,13 @@ def fault_of(error: BaseException) -> Fault:
         is_temporary = status in _TEMPORARY_STATUS or (status >= 500 and status not in _NEVER_STATUS)
         return Fault.TEMPORARY if is_temporary else Fault.FINAL
     return Fault.TEMPORARY
+
+
+def _hides_a_fault(error: FileNotFoundError, status: int | None) -> bool:
+    """Whether a failure to find out a size was taken for a missing file, as fsspec does at web servers."""
+    if status is not None:
+        return status >= 500
+    return error.__cause__ is not None and fault_of(error.__cause__) is Fault.TEMPORARY
 
 
 def server_answer(error: BaseException) -> tuple[str | None, int | None]:
