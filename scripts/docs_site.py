@@ -12,6 +12,7 @@ import json
 import posixpath
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -254,7 +255,8 @@ def _described(parameter: Any) -> str:
     return f"{text} Default: `{default}`." if shown and parameter.param_type_name == "option" else text
 
 
-# The pages of the reference: names below `trajstore`. Public names that are not listed are on the last page.
+# The pages of the reference: names below `trajstore`, an asterisk for all public names of a package. Names of
+# `trajstore` itself that are not listed are on the last page.
 API = {
     "buffer": ("The live buffer", "ReplayBuffer Retention SamplesPerInsert StorageReport"),
     "stores": (
@@ -268,11 +270,10 @@ API = {
         " sampling.returns.advantages sampling.returns.returns_to_go sampling.staleness.staleness_weights",
     ),
     "ranks": ("Several ranks", "redistribute Partitions PartitionReport request_checkpoint"),
+    "plots": ("Plots", "plot.*"),
     "packages": (
         "Other names",
-        "datasets.conversion.import_episodes datasets.conversion.export_episodes logging.flatten"
-        " logging.TensorBoardLogger compat.gymnasium.Recorder compat.gymnasium.VectorRecorder"
-        " compat.gymnasium.schema_of compat.gymnasium.final_observations",
+        "logging.* compat.gymnasium.* datasets.conversion.import_episodes datasets.conversion.export_episodes",
     ),
 }
 
@@ -292,7 +293,15 @@ def api_pages() -> dict[str, str]:
 
 
 def _api_page(heading: str, names: list[str]) -> str:
-    return "\n\n".join([f"# {heading}", *(f"::: trajstore.{name}" for name in names)]) + "\n"
+    directives = [f"::: trajstore.{one}" for name in names for one in _expanded(name)]
+    return "\n\n".join([f"# {heading}", *directives]) + "\n"
+
+
+def _expanded(name: str) -> list[str]:
+    if not name.endswith(".*"):
+        return [name]
+    package = name.removesuffix(".*")
+    return [f"{package}.{one}" for one in import_module(f"trajstore.{package}").__all__]
 
 
 # ---- for language models

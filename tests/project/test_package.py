@@ -30,7 +30,7 @@ with (ROOT / "pyproject.toml").open("rb") as _file:
     PROJECT: dict[str, Any] = tomllib.load(_file)["project"]
 FOR_WORK_ON_TRAJSTORE = {"dev", "bench", "demo", "notebook", "docs"}
 # Libraries that trajstore uses import these: fsspec for a kind of URL, torch for TensorBoard.
-USED_BY_OTHERS = {"s3fs", "gcsfs", "adlfs", "huggingface-hub", "aiohttp", "tensorboard", "xarray", "dask"}
+USED_BY_OTHERS = {"s3fs", "gcsfs", "adlfs", "huggingface-hub", "aiohttp", "tensorboard"}
 
 
 def normal(requirement: str) -> str:
@@ -169,7 +169,7 @@ def names_of(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
         called = ast.unparse(node.func).rpartition(".")[2]
         text = node.args[0].value
-        if called in ("import_module", "import_optional", "import_pyarrow") and isinstance(text, str):
+        if called in ("import_module", "import_optional", "import_pyarrow", "_import") and isinstance(text, str):
             return {text.split(".")[0]}
     return set()
 
