@@ -131,6 +131,10 @@ def test_coverage_counts_draws_and_says_what_is_not_stored(run: tuple[Store, lis
     everything = np.concatenate([np.asarray(index) for index in drawn])
     n_distinct = len(np.unique(everything, axis=0))
     assert f"{100 * n_distinct / n_steps:.1f} % of {n_steps} steps" in texts(axes)
+    part = store.episodes.take(np.arange(N_EPISODES)[::-2])
+    in_part = np.isin(everything[:, 1], part["episode"])
+    heights = [bar.get_height() for bar in plot.coverage(part, drawn, n_bins=5).patches]  # type: ignore[attr-defined]
+    assert sum(heights) * part["length"].sum() / 5 == pytest.approx(in_part.sum())
     strange = np.array([[0, 10_000, 0], [7, 0, 0], [0, 0, 99]])
     assert "3 draws of steps that are evicted" in texts(plot.coverage(store, [strange]))
     with pytest.raises(DataError, match=r"shape \(batch, 3\)"):

@@ -83,11 +83,25 @@ def finish(ax: Axes, title: str, xlabel: str, ylabel: str) -> Axes:
 
 
 def legend(ax: Axes) -> None:
-    """Name what is drawn, above the axes on the right, where nothing is covered."""
+    """Name what is drawn, between the title and the axes, where nothing is covered."""
+    _raise_title(ax, 1)
     ax.legend(
-        frameon=False, fontsize="small", loc="lower right", bbox_to_anchor=(1.0, 0.99), ncols=5, markerscale=1.6,
-        borderaxespad=0.2, columnspacing=1.2, handlelength=1.4,
+        frameon=False, fontsize="small", loc="lower left", bbox_to_anchor=(0.0, 0.99), ncols=6, markerscale=1.6,
+        borderaxespad=0.2, borderpad=0.1, columnspacing=1.2, handlelength=1.2, handletextpad=0.5,
     )  # fmt: skip
+
+
+def note(ax: Axes, text: str) -> None:
+    """Write a remark between the title and the axes."""
+    _raise_title(ax, 1 + text.count("\n"))
+    ax.annotate(
+        plain(text), (0.0, 1.0), (0, 4), xycoords="axes fraction", textcoords="offset points",
+        ha="left", va="bottom", color=GREY, fontsize="small",
+    )  # fmt: skip
+
+
+def _raise_title(ax: Axes, n_lines: int) -> None:
+    ax.set_title(ax.get_title(loc="left"), loc="left", fontsize="medium", pad=7 + 12 * n_lines)
 
 
 def say(ax: Axes, text: str) -> None:
@@ -95,15 +109,6 @@ def say(ax: Axes, text: str) -> None:
     ax.text(0.5, 0.5, plain(text), transform=ax.transAxes, ha="center", va="center", color=GREY)
     ax.set_xticks([])
     ax.set_yticks([])
-
-
-def note(ax: Axes, text: str, *, is_left: bool = False) -> None:
-    """Write a remark into the upper corner of the axes."""
-    x, side = (0.01, "left") if is_left else (0.99, "right")
-    box = {"facecolor": ax.get_facecolor(), "edgecolor": "none", "alpha": 0.75, "pad": 1.5}
-    ax.text(
-        x, 0.98, plain(text), transform=ax.transAxes, ha=side, va="top", color=GREY, fontsize="small", bbox=box
-    )  # fmt: skip
 
 
 def plain(text: str) -> str:

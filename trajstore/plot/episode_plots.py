@@ -19,7 +19,6 @@ from trajstore.plot.drawing import (
     finish,
     import_matplotlib,
     legend,
-    note,
     say,
     thousands,
 )
@@ -102,9 +101,8 @@ def _draw(table: EpisodeTable, name: str, title: str, over: str, window: int | N
     else:
         _draw_trend(ax, x, y, window)
     _set_scale(ax, at)
-    n_left_out = len(table) - len(known)
-    if n_left_out:
-        note(ax, f"{n_left_out:,} episodes without a value", is_left=True)
+    if len(known) < len(table):
+        finish(ax, f"{title} of {len(known):,} of {len(table):,} episodes", ax.get_xlabel(), title.lower())
     legend(ax)
     return ax
 

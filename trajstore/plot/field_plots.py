@@ -113,16 +113,18 @@ def _action(schema: Schema | None) -> str:
 def _draw_numbers(ax: Axes, values: Array, title: str, label: str) -> Axes:
     finish(ax, title, label, "share")
     finite = values[np.isfinite(values)] if values.dtype.kind == "f" else values
-    if len(finite) < len(values):
-        note(ax, f"{len(values) - len(finite):,} values are NaN or infinite", is_left=True)
     if not len(finite):
         say(ax, "all values are NaN or infinite")
         return ax
+    n_other = len(values) - len(finite)
+    remarks = [f"{n_other:,} values are NaN or infinite"] if n_other else []
     distinct, counts = _few_distinct(finite)
     if len(distinct):
         _draw_bars(ax, distinct, counts / len(values))
     else:
-        _draw_histogram(ax, finite.astype(np.float64), len(values))
+        remarks.append(_draw_histogram(ax, finite.astype(np.float64), len(values)))
+    if remarks:
+        note(ax, "; ".join(remarks))
     percent(ax.yaxis)
     return ax
 
@@ -154,14 +156,15 @@ def _draw_bars(ax: Axes, values: Array, share: Array) -> None:
         ax.margins(y=0.12)
 
 
-def _draw_histogram(ax: Axes, values: Array, n: int) -> None:
+def _draw_histogram(ax: Axes, values: Array, n: int) -> str:
+    """Draw a histogram, and return what to say about it."""
     counts, edges = np.histogram(values, _BINS)
     ax.stairs(counts / n, edges, fill=True, color=BLUE)
     if counts.max() > 200 * max(1.0, float(np.median(counts))):
         ax.set_yscale("log")
     middle = float(np.median(values))
     ax.axvline(middle, color=BLACK, linewidth=1, linestyle="--")
-    note(ax, f"median {middle:.3g}, from {values.min():.3g} to {values.max():.3g}")
+    return f"median {middle:.3g}, from {values.min():.3g} to {values.max():.3g}"
 
 
 def _draw_elements(ax: Axes, rows: Array, title: str, label: str) -> Axes:
@@ -188,5 +191,7 @@ def _draw_elements(ax: Axes, rows: Array, title: str, label: str) -> Axes:
     bar.set_label("share of the steps")
     ax.set_xticks(np.arange(0, rows.shape[1], max(1, rows.shape[1] // 16)))
     outside = 100 * float((numbers[finite] != clipped[finite]).mean())
-    beyond = f"; {outside:.2g} % of the values lie beyond the ends" if outside else ""
-    return finish(ax, title + beyond, f"element of {label}", "value")
+    finish(ax, title, f"element of {label}", "value")
+    if outside:
+        note(ax, f"{outside:.2g} % of the values lie beyond the ends")
+    return ax

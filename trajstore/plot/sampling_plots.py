@@ -67,9 +67,8 @@ def priorities(data: Source, *, ax: Axes | None = None) -> Axes:
         middle = float(np.median(positive))
         ax.axvline(middle, color=BLACK, linewidth=1, linestyle="--")
         n_zero = len(values) - len(positive)
-        zeros = f"\n{n_zero:,} steps with priority 0, never drawn" if n_zero else ""
-        ax.set_ylim(top=6 * ax.get_ylim()[1])  # room for the remark
-        note(ax, f"median {middle:.3g}, largest {high:.3g}{zeros}", is_left=True)
+        zeros = f"; {n_zero:,} steps with priority 0, never drawn" if n_zero else ""
+        note(ax, f"median {middle:.3g}, largest {high:.3g}{zeros}")
     else:
         say(ax, "all priorities are 0")
     return ax
@@ -146,14 +145,14 @@ def coverage(data: TableSource, drawn: Drawn, *, n_bins: int = 100, ax: Axes | N
     counts, _ = np.histogram(known, edges)
     ax.bar(edges[:-1], counts / np.diff(edges), np.diff(edges), align="edge", color=BLUE)
     mean = len(known) / n_steps
-    ax.axhline(mean, color=BLACK, linewidth=1, linestyle="--", label=f"mean {mean:.3g}")
-    ax.set(xlim=(0, n_steps), ylim=(0, 1.25 * max(counts.max() * n_bins / n_steps, mean) or 1))
+    ax.axhline(mean, color=BLACK, linewidth=1, linestyle="--")
+    ax.set(xlim=(0, n_steps), ylim=(0, 1.05 * max(counts.max() * n_bins / n_steps, mean) or 1))
     thousands(ax.xaxis)
     n_once = len(np.unique(known))
     lost = len(handles) - len(known)
     gone = f"\n{lost:,} draws of steps that are evicted or not committed" if lost else ""
-    note(ax, f"{100 * n_once / n_steps:.1f} % of {n_steps:,} steps were drawn at least once{gone}")
-    ax.legend(frameon=False, fontsize="small", loc="upper left")
+    once = f"{100 * n_once / n_steps:.1f} % of {n_steps:,} steps were drawn at least once"
+    note(ax, f"mean {mean:.3g}; {once}{gone}")
     return ax
 
 

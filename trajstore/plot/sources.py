@@ -159,6 +159,7 @@ def rows_of_handles(table: EpisodeTable, streams: list[str], handles: Array) -> 
         mine = np.flatnonzero(names == streams[number])
         chosen = np.flatnonzero(handles[:, 0] == number)
         if len(mine):
+            mine = mine[np.argsort(episodes[mine], kind="stable")]  # a part of a table has any order
             at = np.minimum(np.searchsorted(episodes[mine], handles[chosen, 1]), len(mine) - 1)
             row = mine[at]
             found[chosen] = np.where(episodes[row] == handles[chosen, 1], row, -1)
