@@ -96,7 +96,7 @@ def test_pictures_are_in_their_page_and_described(site: Path) -> None:
     text = read(site, "concepts")
     names = re.findall(r"\(pictures/(.*?\.svg)\)", (DOCS / "concepts.md").read_text("utf-8"))
     assert len(names) == text.count('<svg class="picture"') == text.count("<desc>") >= 3
-    assert sorted(names) == sorted(path.name for path in (DOCS / "pictures").iterdir())
+    assert sorted(names) == sorted(path.name for path in (DOCS / "pictures").glob("*.svg"))
 
 
 def test_examples_and_notebooks_can_be_read_on_the_site(site: Path) -> None:
