@@ -27,6 +27,7 @@ from trajstore.cli.rlinf import RLINF_COMMANDS
 from trajstore.cli.sample import sample
 from trajstore.cli.show import show
 from trajstore.cli.split import split_store
+from trajstore.cli.trim import evict_steps, prune_store
 from trajstore.cli.verify import verify_store
 from trajstore.cli.view import view
 from trajstore.cli.warm_up import warm_up
@@ -47,6 +48,8 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "merge": merge_stores,
     "split": split_store,
     "pack": pack_store,
+    "evict": evict_steps,
+    "prune": prune_store,
     "checkpoints": checkpoints,
     "redistribute": redistribute,
     "request-checkpoint": request_checkpoint,

@@ -12,6 +12,7 @@ from trajstore.errors import CorruptionError, FormatError, TrajstoreError, Unkno
 FINE = 0
 PROBLEMS = 1  # the store is damaged
 FAILED = 2  # the command could not do its work
+UNCONFIRMED = 3  # the command would remove something, and --yes was not given
 INTERRUPTED = 130  # the code that shells use for Ctrl-C
 
 

@@ -244,7 +244,7 @@ class GarbageCollector:
         for record in records:
             is_finished = record.is_sealed or record.id in dead
             is_evicted = 0 < record.rows <= marks[record.id] and record.id not in pins
-            if is_finished and is_evicted and record.id != self._writer.stream and not _is_needed(record, kept):
+            if is_finished and is_evicted and record.id != self._writer.stream and not is_needed(record, kept):
                 self._remove(record.as_stored().id)
                 kept.remove(record)
             else:
@@ -321,7 +321,7 @@ def check_pins(wanted: Mapping[str, int], records: Sequence[CommitRecord]) -> No
             )
 
 
-def _is_needed(record: CommitRecord, records: Sequence[CommitRecord]) -> bool:
+def is_needed(record: CommitRecord, records: Sequence[CommitRecord]) -> bool:
     """Whether this record says something that readers of the other streams need."""
     world = newest_world(records)
     named = {*record.columns, *record.view.discarded, *record.view.dead}
