@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,16 +16,30 @@ from tests.support.numbered import LENGTH, SCHEMA, Target, assert_episodes, asse
 from tests.support.proxy import RESET, Hold, Proxy
 from tests.support.servers.process import Server
 from trajstore import Batch, ReplayBuffer, Windows
+from trajstore.credentials import secrets_of
+from trajstore.storage import open_storage
 from trajstore.store.verify import verify
 
-pytestmark = pytest.mark.parametrize("kind", ["s3", "gcs", "azure"])
+# By hand also on another server of S3, and on GCS by the other transport.
+IS_LONG = bool(os.environ.get("TRAJSTORE_ALL_SERVER_TESTS"))
+KINDS = ["s3", "gcs", "azure", *(["seaweedfs", "gcs by obstore"] if IS_LONG else [])]
+pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 SMALL = {"cache_bytes": "1MiB", "buffer_bytes": "1MiB", "commit_seconds": None, "sample": Windows(length=LENGTH)}
 
 
 @pytest.fixture
-def place(kind: str, new_place: Callable[[str], Place]) -> Place:
-    return new_place(kind)
+def service(kind: str, server: Callable[[str], Server]) -> Server:
+    return server(kind.partition(" ")[0])
+
+
+def options_at(kind: str, service: Server, endpoint: str) -> dict[str, Any]:
+    return {**service.options_at(endpoint), **({"transport": "obstore"} if kind.endswith("by obstore") else {})}
+
+
+@pytest.fixture
+def place(kind: str, service: Server) -> Place:
+    return Place(service.new_url(), options_at(kind, service, service.endpoint))
 
 
 @pytest.fixture
@@ -33,8 +49,8 @@ def target(place: Place) -> Target:
 
 
 @pytest.fixture
-def proxy(kind: str, server: Callable[[str], Server]) -> Iterator[Proxy]:
-    proxy = Proxy(server(kind).endpoint)
+def proxy(service: Server) -> Iterator[Proxy]:
+    proxy = Proxy(service.endpoint)
     yield proxy
     proxy.close()
 
@@ -74,6 +90,18 @@ def test_a_run_is_sampled_saved_evicted_and_resumed(target: Target) -> None:
         fill(again, *range(4, 6))
         assert_windows(again.sample(64))
     assert_clean(target)
+    assert_no_secrets(target)
+
+
+def assert_no_secrets(target: Target) -> None:
+    """No object holds anything that was given as a credential."""
+    storage = open_storage(target.url, target.options)
+    keys = storage.list_tree("")
+    secrets = [secret.encode() for secret in secrets_of("", target.options)]
+    assert secrets or target.url.startswith("gs")
+    assert len(keys) > 20
+    for data in storage.get_many(keys):
+        assert not any(secret in data for secret in secrets)
 
 
 def test_a_reader_sees_each_commit_at_its_refresh(target: Target) -> None:
@@ -114,10 +142,10 @@ def test_writers_and_readers_in_processes_share_a_store(target: Target) -> None:
 
 @pytest.mark.parametrize("n_puts", [0, 2])
 def test_a_writer_killed_in_a_wave_of_puts_leaves_what_it_committed(
-    target: Target, proxy: Proxy, kind: str, server: Callable[[str], Server], n_puts: int
+    target: Target, proxy: Proxy, kind: str, service: Server, n_puts: int
 ) -> None:
     """So many puts of a wave reach the server, the others do not, and the writer is killed with SIGKILL."""
-    behind = Target(target.url, server(kind).options_at(proxy.endpoint))
+    behind = Target(target.url, options_at(kind, service, proxy.endpoint))
     committed, held = numbered.shared_count(), Hold(n_puts, "PUT")
     writer = numbered.start(numbered.write_forever, behind, 0, committed)
     try:

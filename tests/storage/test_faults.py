@@ -95,6 +95,18 @@ def test_passing_faults_are_survived(proxy: Proxy, storage: Storage) -> None:
     assert storage.list_names("p") == []
 
 
+# Azure's signatures cover the range, so a proxy can't take it away.
+@pytest.mark.parametrize("path", PATHS[:4], ids="-".join)
+def test_a_server_that_sends_whole_objects_for_ranges_is_named_at_once(proxy: Proxy, storage: Storage) -> None:
+    storage.put("key", bytes(range(200)))
+    proxy.ignores_ranges = True
+    for places in ([("key", 10, 20)], [("key", 1, 5), ("key", 9, 99)]):
+        proxy.forget()
+        with pytest.raises(StorageError, match="does not answer requests for ranges"):
+            storage.get_ranges(places)
+        assert len(proxy.requests) <= 4
+
+
 # test_s3.py has the same for S3.
 @pytest.mark.parametrize("path", PATHS if IS_LONG else PATHS[2:], ids="-".join)
 def test_a_commit_whose_answers_were_lost_is_not_doubled(proxy: Proxy, place: Place) -> None:

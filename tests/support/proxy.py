@@ -176,6 +176,7 @@ class Proxy:
         requests: Everything that was asked since `forget`.
         faults: How many of each fault there were.
         ignores_conditions: Whether the server behind it never sees conditions on puts.
+        ignores_ranges: Whether the server behind it never sees which bytes are wanted.
     """
 
     def __init__(self, upstream: str) -> None:
@@ -187,6 +188,7 @@ class Proxy:
         self._free_at = {"up": 0.0, "down": 0.0}
         self.requests: list[Request] | deque[Request] = []
         self.ignores_conditions = False
+        self.ignores_ranges = False
         self.upstream = urlsplit(upstream).netloc
         self._gate: threading.Barrier | None = None
         self._gated: Callable[[Request], bool] = lambda request: False
@@ -301,6 +303,7 @@ class _Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection(self.proxy.upstream, timeout=WAIT_S)
         hidden = {"expect", "connection", "transfer-encoding"}
         hidden |= {"if-match", "if-none-match"} if self.proxy.ignores_conditions else set()
+        hidden |= {"range", "x-ms-range"} if self.proxy.ignores_ranges else set()
         headers = {k: v for k, v in self.headers.items() if k.lower() not in hidden}
         try:
             connection.request(self.command, self.path, body, headers)

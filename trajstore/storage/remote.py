@@ -66,7 +66,10 @@ class FsspecStorage(ServiceStorage):
     def ask_bytes(self, key: str, start: int, stop: int | None, timeout_s: float) -> bytes:
         if stop is not None:
             limit_s = timeout_s + (stop - start) / _BYTES_PER_S
-            return bytes(self._at.call("cat_file", limit_s, self._at.path(key), start=start, end=stop))
+            found = bytes(self._at.call("cat_file", limit_s, self._at.path(key), start=start, end=stop))
+            if len(found) > stop - start:
+                raise OSError(f"non-partial response: {len(found)} bytes for a range of {stop - start}")
+            return found
         # The client itself notices a connection without progress; a large object may take longer than that.
         limit_s = max(timeout_s, self._service.retries.total_s)
         return bytes(self._at.call("cat_file", limit_s, self._at.path(key), **self._in_one_request()))
@@ -93,7 +96,7 @@ class FsspecStorage(ServiceStorage):
         except Exception:  # of the client, for all of them
             found = [None] * len(requests)
         # One wave for all; objects that failed are read again, with retries and a proper error.
-        failed = [i for i, data in enumerate(found) if not isinstance(data, bytes)]
+        failed = [i for i, data in enumerate(found) if not _is_part(data, requests[i])]
         for i, data in zip(failed, self.map(self._get_place, [requests[i] for i in failed]), strict=True):
             found[i] = data
         return cut(found)
@@ -182,6 +185,12 @@ class FsspecStorage(ServiceStorage):
     def _protocols(self) -> tuple[str, ...]:
         protocol = self._at.filesystem.protocol
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+
+
+def _is_part(data: Any, place: Place) -> bool:
+    """Whether a client's answer is the bytes of a place; it may be an error, or the whole object."""
+    _, start, stop = place
+    return isinstance(data, bytes) and (stop is None or len(data) <= stop - start)
 
 
 def _is_refused_condition(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from trajstore.credentials import secrets_of, without_credentials
 from trajstore.errors import MissingExtraError, StorageError
 from trajstore.storage.interface import Storage, check_key, storage_error
 from trajstore.storage.request_options import ServiceOptions
-from trajstore.storage.retry import Fault, GaveUp, Retries, fault_of
+from trajstore.storage.retry import Fault, GaveUp, Retries, fault_of, ignores_ranges
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -85,6 +85,8 @@ class RetriedStorage(Storage):
     def _advice(self, error: Exception) -> str:
         if _fault_of(error) is Fault.EXPIRED:
             return "the credentials have expired or are not accepted; pass new ones in storage_options: "
+        if ignores_ranges(error):
+            return "the server does not answer requests for ranges as HTTP defines; use another one: "
         return ""
 
     def _log_retry(self, action: str, key: str, error: Exception) -> None:

@@ -200,12 +200,22 @@ def fault_of(error: BaseException) -> Fault:
         return Fault.FINAL
     if isinstance(error, _PROGRAM_ERRORS) and not isinstance(error, JSONDecodeError):  # that is a truncated answer
         return Fault.FINAL
-    if type(error).__name__ in _FINAL_NAMES or str(error).startswith("Forbidden: "):  # gcsfs
+    if _is_final_by_name_or_words(error):
         return Fault.FINAL
     if status is not None:
         is_temporary = status in _TEMPORARY_STATUS or (status >= 500 and status not in _NEVER_STATUS)
         return Fault.TEMPORARY if is_temporary else Fault.FINAL
     return Fault.TEMPORARY
+
+
+def _is_final_by_name_or_words(error: BaseException) -> bool:
+    is_forbidden = str(error).startswith("Forbidden: ")  # gcsfs
+    return type(error).__name__ in _FINAL_NAMES or is_forbidden or ignores_ranges(error)
+
+
+def ignores_ranges(error: BaseException) -> bool:
+    """Whether a server did not answer a range as one; obstore says so in words alone."""
+    return "non-partial response" in str(error)
 
 
 def _hides_a_fault(error: FileNotFoundError, status: int | None) -> bool:
