@@ -13,7 +13,9 @@ from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_type_hints
 
 import trajstore
+from trajstore.cli.bench import bench
 from trajstore.cli.checkpoints import checkpoints, redistribute, request_checkpoint
+from trajstore.cli.diff import diff
 from trajstore.cli.doctor import doctor
 from trajstore.cli.exit_codes import FAILED, FINE, print_error, run_command
 from trajstore.cli.import_export import add_import_and_export
@@ -27,6 +29,7 @@ from trajstore.cli.rlinf import RLINF_COMMANDS
 from trajstore.cli.sample import sample
 from trajstore.cli.show import show
 from trajstore.cli.split import split_store
+from trajstore.cli.tail import tail
 from trajstore.cli.trim import evict_steps, prune_store
 from trajstore.cli.verify import verify_store
 from trajstore.cli.view import view
@@ -43,6 +46,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "view": view,
     "verify": verify_store,
     "doctor": doctor,
+    "diff": diff,
+    "tail": tail,
+    "bench": bench,
     "copy": copy_store,
     "repair": repair_store,
     "merge": merge_stores,

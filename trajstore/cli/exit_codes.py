@@ -1,6 +1,7 @@
 """Exit codes of commands, and the errors and messages that lead to them."""
 
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,6 +70,9 @@ def run_command(command: Callable[..., int], arguments: Mapping[str, Any], secre
     except (TrajstoreError, UsageError) as error:
         print_error(str(error), secrets)
         return PROBLEMS if isinstance(error, CorruptionError) else FAILED
+    except BrokenPipeError:  # the reader of the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINE
     except KeyboardInterrupt as interrupt:
         print_error("; ".join(["interrupted", *map(str, interrupt.args)]), secrets)
         return INTERRUPTED

@@ -29,6 +29,12 @@ def print_facts(facts: Facts, print_text: Callable[["Console", Facts], None], as
     print_text(Console(width=width, highlight=False, markup=False, emoji=False), facts)
 
 
+def write_json_line(facts: Facts) -> None:
+    """Print facts on stdout as JSON in one line, at once."""
+    sys.stdout.write(json.dumps(_replace_nonfinite(facts), allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
 def _replace_nonfinite(value: Any) -> Any:
     """Replace NaN and infinities, which JSON does not have, by null."""
     if isinstance(value, Mapping):
