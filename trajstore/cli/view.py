@@ -97,11 +97,11 @@ def _export(
 def _announce(viewer: "Viewer", url: str, *, opens: bool) -> None:
     sys.stdout.write(f"{printable(url)} at {viewer.url}\nCtrl-C ends it.\n")
     sys.stdout.flush()
-    if opens and (found := _graphical_browser()) is not None:
+    if opens and (found := graphical_browser()) is not None:
         found.open(viewer.url)
 
 
-def _graphical_browser() -> webbrowser.BaseBrowser | None:
+def graphical_browser() -> webbrowser.BaseBrowser | None:
     """The user's browser; None if there is none, or it is one that runs in the terminal."""
     try:
         found = webbrowser.get()

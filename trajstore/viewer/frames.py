@@ -49,7 +49,7 @@ def render(frame: Array, spec: Field) -> Image:
     stride = math.ceil(math.sqrt(image.shape[0] * image.shape[1] / MAX_PIXELS))
     if stride > 1:
         image = image[::stride, ::stride]
-        notes.append(f"every {stride}. pixel of each axis")
+        notes.append(f"one pixel of {stride} in each axis")
     if image.dtype != np.uint8:
         image, note = _scaled(image)
         notes.append(note)
