@@ -13,8 +13,10 @@ from PIL import Image
 
 import trajstore
 from tests.support.viewed import SCHEMA, Client, episode, fill, metadata
-from trajstore import Field, Schema
-from trajstore.viewer import Viewer
+from trajstore import Field, ReplayBuffer, Schema
+from trajstore.storage import Storage
+from trajstore.store.checkpoints import list_checkpoints
+from trajstore.viewer import Viewer, live_view
 
 N = 60
 
@@ -160,6 +162,29 @@ def test_commits_of_a_running_writer_are_seen(url: str) -> None:
         assert after["number"] == before + 1
         assert after["n_open_streams"] == 1
         assert client.json("facts")["n_episodes"] == 1
+
+
+def test_new_checkpoints_are_seen_and_known_ones_are_read_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+
+    def counted(storage: Storage) -> list[trajstore.Checkpoint]:
+        reads.append(storage.display)
+        return list_checkpoints(storage)
+
+    monkeypatch.setattr(live_view, "list_checkpoints", counted)
+    with ReplayBuffer(url, schema=SCHEMA, commit_seconds=None, fsync=False) as buffer:
+        buffer.add_episode(episode(1, 20), terminated=True)
+        buffer.flush()
+        with Viewer(trajstore.open(url)) as viewer:
+            client = Client(viewer.url)
+            viewer.view.refresh_s = 0
+            for name in ("one", "two"):
+                buffer.save_checkpoint(name, wait=True)
+                client.json("version")
+                for _ in range(3):
+                    shown = [node["name"] for node in client.json("history")["nodes"] if "name" in node]
+                assert shown[-1] == name
+    assert len(reads) == 2
 
 
 def test_storage_is_not_asked_more_often_than_allowed(url: str) -> None:

@@ -106,7 +106,8 @@ class Questions:
         return self._kept("storage", overview.storage_by_field)
 
     def history(self, _: Parameters) -> Answer:
-        return self._kept("history", run_history.history)
+        moment = self._view.moment
+        return run_history.history(moment.snapshot, self._view.checkpoints(moment))
 
     def _kept(self, name: str, compute: Callable[..., Answer]) -> Answer:
         moment = self._view.moment

@@ -17,6 +17,7 @@ from trajstore.credentials import redacted
 from trajstore.errors import DataError, TrajstoreError
 from trajstore.format.handles import EpisodeKey
 from trajstore.schema import Array
+from trajstore.store.checkpoints import list_checkpoints
 from trajstore.store.store import Store
 from trajstore.viewer import overview, run_history
 from trajstore.viewer.episode_list import EpisodeList
@@ -100,7 +101,7 @@ def _table(contents: _Contents, moment: Moment) -> int:
         ("plots", overview.plots),
         ("streams", overview.streams),
         ("storage", overview.storage_by_field),
-        ("history", run_history.history),
+        ("history", lambda snapshot: run_history.history(snapshot, list_checkpoints(snapshot.storage))),
     ):
         contents.answer(name, {}, lambda compute=compute: compute(snapshot))
     listed, rows = EpisodeList(snapshot.episodes), list[dict[str, Any]]()

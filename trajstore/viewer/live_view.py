@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from trajstore.errors import StorageError
 from trajstore.format.episode_table import EpisodeTable
+from trajstore.format.ids import is_stream_id
+from trajstore.store.checkpoints import Checkpoint, list_checkpoints
 from trajstore.store.snapshot import Snapshot
 from trajstore.store.store import Store
 
@@ -28,7 +30,7 @@ class Moment:
     Attributes:
         number: Rises with every change of the store that the viewer saw.
         snapshot: The snapshot.
-        checkpoints: Names of the objects below ``checkpoints``.
+        checkpoints: Ids of the checkpoints, also of those that are not complete yet.
     """
 
     number: int
@@ -79,6 +81,7 @@ class LiveView:
         self._lock = threading.Lock()
         self._moment = Moment(1, store.snapshot, self._checkpoint_names())
         self._looked_at = time.monotonic()
+        self._read: tuple[tuple[str, ...], list[Checkpoint]] | None = None  # names, and what was read
         self.problem = ""  # why the last look failed; empty if it did not
 
     @property
@@ -88,6 +91,15 @@ class LiveView:
     @property
     def url(self) -> str:
         return self._store.url
+
+    def checkpoints(self, moment: Moment) -> list[Checkpoint]:
+        """The complete checkpoints of a moment; read again only if one may have been added since the last call."""
+        if self._read is not None and self._read[0] == moment.checkpoints:
+            return self._read[1]
+        found = list_checkpoints(moment.snapshot.storage)
+        is_final = {c.id for c in found} == set(moment.checkpoints)
+        self._read = (moment.checkpoints, found) if is_final else None
+        return found
 
     def refresh(self, *, at_once: bool = False) -> Moment:
         """Look at the storage, unless that was done just now; returns the newest moment.
@@ -115,7 +127,7 @@ class LiveView:
             self._moment = Moment(before.number + 1, snapshot, names)
 
     def _checkpoint_names(self) -> tuple[str, ...]:
-        return tuple(self._store.snapshot.storage.list_names("checkpoints"))
+        return tuple(filter(is_stream_id, self._store.snapshot.storage.list_names("checkpoints")))
 
 
 def _commits(snapshot: Snapshot) -> list[tuple[str, str, int, bool]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from trajstore.format.checkpoint_record import Checkpoint
 from trajstore.format.commit_record import CommitRecord
-from trajstore.store.checkpoints import list_checkpoints
 from trajstore.store.snapshot import Snapshot
 
 MAX_NODES = 400  # rows of the graph; the oldest are left out
@@ -30,14 +29,13 @@ class _World:
         return next((record.checkpoint for record in self.records if record.checkpoint), None)
 
 
-def history(snapshot: Snapshot) -> dict[str, Any]:
+def history(snapshot: Snapshot, checkpoints: Sequence[Checkpoint]) -> dict[str, Any]:
     """Rows of the graph, oldest first: a session where it began, a checkpoint where it was taken.
 
     Each has a ``lane``: the sessions that write together share one. ``parent`` is the position of the row that it
     descends from, or None. Writers that belong to no set of sessions share a row.
     """
     worlds = _worlds(snapshot.streams)
-    checkpoints = list_checkpoints(snapshot.storage)
     lanes = _lanes(worlds, checkpoints)
     dated = [(world.created_at, 0, _session(world, snapshot, lanes)) for world in worlds]
     dated += [(c.created_at, 1, _checkpoint(c, lanes)) for c in checkpoints]

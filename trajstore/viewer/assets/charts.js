@@ -2,6 +2,7 @@
 // Charts on a canvas: lines with ranges, bars, stacked shares, maps of colours. All share one frame and one cursor.
 (() => {
   const FONT = "11px system-ui, sans-serif";
+  const MAX_BAR = 56; // pixels of width
   const charts = new Set();
 
   // What the charts of a page have in common: the cursor, and the part of the x axis that is shown.
@@ -354,9 +355,11 @@
         const left = this.x(this.low + i * this.width);
         const right = this.x(this.low + (i + 1) * this.width);
         context.fillStyle = viewer.colour(i === chosen ? "accent" : "bar");
-        context.fillRect(left + 0.5, this.y(n), Math.max(1, right - left - 1), this.area.bottom - this.y(n));
+        const width = Math.min(MAX_BAR, Math.max(1, right - left - 1));
+        context.fillRect((left + right - width) / 2, this.y(n), width, this.area.bottom - this.y(n));
       });
-      const x = Math.round(this.x(this.median)) + 0.5;
+      const half = this.xKind === "count" ? 0.5 : 0; // the bar of an integer is around it
+      const x = Math.round(this.x(this.median + half)) + 0.5;
       context.strokeStyle = viewer.colour("text");
       context.setLineDash([3, 3]);
       line(context, x, this.area.top, x, this.area.bottom);

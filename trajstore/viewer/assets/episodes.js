@@ -2,6 +2,7 @@
 // The table of episodes: filtered, sorted and paged by the server.
 (() => {
   const PAGE = 50;
+  const EXAMPLES = ["return > 100 and end == terminated", "50 <= length < 500", "metadata.seed in (3, 7)"];
   const NUMBERS = new Set(["episode", "env", "length", "return"]);
   const isDownwards = (name) => (NUMBERS.has(name) && name !== "episode") || name === "time"; // the greatest first
   const HEADINGS = { is_headless: "headless", has_final: "final" };
@@ -37,6 +38,8 @@
       viewer.h("button", { type: "submit" }, "Apply"),
       asked.filter ? viewer.h("button", { type: "button", class: "plain", onclick: () => go({ filter: "" }) }, "Clear") : "",
     );
+
+    const examples = viewer.exported ? "" : viewer.h("p", { class: "hint" }, "For example ", EXAMPLES.map((text) => viewer.h("button", { type: "button", onclick: () => { input.value = text; input.focus(); } }, text)));
 
     const update = async () => {
       let answer;
@@ -97,6 +100,7 @@
       { class: "list" },
       viewer.h("h1", {}, "Episodes"),
       form,
+      examples,
       problem,
       found,
       viewer.h("div", { class: "scroll card" }, table),

@@ -47,6 +47,7 @@
 
   function progress() {
     shared.together = new viewer.Together();
+    shared.together.left = 44; // so that charts that share the cursor share their edges
     const charts = {};
     for (const [name, title] of [["return", "Return"], ["length", "Length"]]) {
       charts[name] = new viewer.LineChart({ title, together: shared.together, height: 150 });
@@ -124,8 +125,13 @@
     });
   }
 
+  const MEASURED_MS = 60_000; // listing all objects of a remote store takes requests, so not after every commit
+
   function fields() {
+    let measured = -Infinity;
     return viewer.panel("Storage by field", async (panel) => {
+      if (performance.now() - measured < MEASURED_MS) return;
+      measured = performance.now();
       const answer = await viewer.source.ask("storage");
       const total = answer.fields.reduce((sum, f) => sum + f.stored_bytes, answer.other_bytes);
       const most = Math.max(1, ...answer.fields.map((f) => f.stored_bytes));
