@@ -134,7 +134,11 @@ class Questions:
         return self._shortened(asked, EpisodePage.series)
 
     def column(self, asked: Parameters) -> Answer:
-        return self._shortened(asked, EpisodePage.column)
+        try:
+            return self._shortened(asked, EpisodePage.column)
+        except SnapshotExpiredError:  # a running session replaces its columns as a whole
+            self._view.refresh(at_once=True)
+            return self._shortened(asked, EpisodePage.column)
 
     def _shortened(self, asked: Parameters, method: Callable[..., Answer]) -> Answer:
         stop = asked.count("stop") if asked.text("stop") else None

@@ -216,7 +216,7 @@
     draw() {
       if (!this.xs) return;
       const xRange = this.xRange || [this.xs[0] ?? 0, this.xs[this.xs.length - 1] ?? 1];
-      const yTicks = viewer.ticks(...this.yRange, Math.max(2, Math.floor(this.height / 30)));
+      const yTicks = viewer.ticks(...this.yRange, Math.max(2, Math.floor(this.height / 34)));
       const context = this.begin(xRange, this.yRange, yTicks);
       if (!context) return;
       context.save();

@@ -58,9 +58,10 @@
       viewer.replace(found, asked.filter ? `${viewer.count(nFound)} of ${viewer.plural(n, "episode")}` : viewer.plural(n, "episode"), viewer.exported && viewer.exported.table.rows.length < n ? `; this file lists ${viewer.count(viewer.exported.table.rows.length)}` : "");
       const shown = columns.filter((name) => !isConstant(name, rows));
       for (const name of shown) if (name !== "time" && rows.some((row) => typeof row[name] === "number")) kinds[name] = "number";
+      const formats = Object.fromEntries(shown.map((name) => [name, viewer.numbers(rows.map((row) => row[name]))]));
       viewer.replace(head, viewer.h("tr", {}, shown.map(heading)));
       const focused = body.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-      viewer.replace(body, rows.map((row) => episodeRow(row, shown)));
+      viewer.replace(body, rows.map((row) => episodeRow(row, shown, formats)));
       if (!rows.length) viewer.replace(body, viewer.h("tr", {}, viewer.h("td", { class: "quiet", colspan: shown.length }, asked.filter ? "No episode matches the filter." : "No episodes yet.")));
       if (focused) for (const link of body.querySelectorAll("a")) if (link.getAttribute("href") === focused) link.focus();
       drawPager(nFound);
@@ -78,10 +79,10 @@
 
     const kinds = {};
     const isNumeric = (name) => NUMBERS.has(name) || kinds[name] === "number";
-    const episodeRow = (row, shown) => {
+    const episodeRow = (row, shown, formats) => {
       const address = viewer.address("episode", { stream: row.stream, episode: row.episode });
       const cells = shown.map((name, i) => {
-        const content = cell(name, row);
+        const content = cell(name, row, formats[name]);
         return viewer.h("td", { class: isNumeric(name) ? "number" : "" }, i === 0 ? viewer.h("a", { href: address }, content) : content);
       });
       return viewer.h("tr", { onclick: (event) => { if (!event.target.closest("a") && !String(getSelection())) location.hash = address; } }, cells);
@@ -136,14 +137,14 @@
     return ["is_headless", "has_final", "env"].includes(name) && rows.every((row) => row[name] === rows[0][name]);
   }
 
-  function cell(name, row) {
+  function cell(name, row, format) {
     const value = row[name];
     if (name === "stream") return viewer.h("span", { title: value }, viewer.shortId(value));
     if (name === "end") return viewer.h("span", { class: "end" }, viewer.h("span", { class: `dot ${viewer.endColour(value)}` }), value);
     if (name === "time") return viewer.h("time", { title: viewer.fullDate(value) }, viewer.date(value));
     if (value === null || value === undefined) return viewer.h("span", { class: "quiet" }, "–");
     if (typeof value === "boolean") return value ? "yes" : "no";
-    return typeof value === "number" ? viewer.number(value) : clipped(String(value));
+    return typeof value === "number" ? format(value) : clipped(String(value));
   }
 
   function clipped(text) {

@@ -37,6 +37,16 @@
     return `${trimmed(mantissa)}e${exponent.replace("+", "")}`;
   }
 
+  // A function that writes all numbers of a column with the same number of decimals.
+  viewer.numbers = (values) => {
+    const finite = values.filter((v) => typeof v === "number");
+    const greatest = Math.max(...finite.map(Math.abs), 0);
+    if (finite.every(Number.isInteger) || greatest >= 1e7 || greatest < 1e-3) return viewer.number;
+    const digits = Math.max(0, Math.min(5, 4 - Math.ceil(Math.log10(greatest))));
+    const format = new Intl.NumberFormat("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+    return (value) => (typeof value === "number" ? format.format(value) : viewer.number(value));
+  };
+
   viewer.bytes = (n) => {
     for (const unit of ["B", "KiB", "MiB", "GiB", "TiB"]) {
       if (n < 1024 || unit === "TiB") return unit === "B" ? `${n} B` : `${n.toFixed(n < 10 ? 1 : 0)} ${unit}`;
