@@ -269,13 +269,8 @@ API = {
         "Reader Windows Batch Ring Priorities Linear Hindsight Mixture BatchDataset WindowDataset"
         " sampling.returns.advantages sampling.returns.returns_to_go sampling.staleness.staleness_weights",
     ),
-    "plots": (
-        "Plots",
-        "plot.returns plot.lengths plot.column plot.priorities plot.effective_sample_size plot.coverage plot.ages"
-        " plot.rewards plot.actions plot.distribution plot.frames plot.save_video plot.storage plot.overview",
-    ),
-    "ranks": ("Several ranks", "redistribute Partitions PartitionReport request_checkpoint"),
     "plots": ("Plots", "plot.*"),
+    "ranks": ("Several ranks", "redistribute Partitions PartitionReport request_checkpoint"),
     "packages": (
         "Other names",
         "logging.* compat.gymnasium.* datasets.conversion.import_episodes datasets.conversion.export_episodes",

@@ -1,8 +1,8 @@
 """Training through a faulty network, and many processes on one bucket: nothing is lost, doubled or stuck.
 
 Short by default. ``TRAJSTORE_WEATHER_S`` and ``TRAJSTORE_LOAD_S`` in the environment give them more seconds, and
-the second runs on each kind of server then. Give azurite less than ten minutes: it looks for unused extents then, and
-does not answer for many minutes.
+the second runs on each kind of server then. Give azurite less than ten minutes: it looks for unused extents then,
+and does not answer for many minutes.
 """
 
 from __future__ import annotations
