@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -84,6 +85,12 @@ def test_chosen_columns_are_shown(root: Path) -> None:
     ]  # fmt: skip
 
 
+def test_the_columns_of_the_order_are_shown(root: Path) -> None:
+    assert run_json("ls", root, "--sort", "-advantage.mean")["episodes"][0]["advantage.mean"] == 4.0
+    assert "metadata.seed" in run("ls", root, "--sort", "metadata.seed").stdout
+    assert "; did you mean 'metadata.seed'? The columns are row," in run("ls", root, "--sort", "seed").stderr
+
+
 def test_what_matches_nothing_is_said(root: Path, tmp_path: Path) -> None:
     assert "None of 4 episodes match." in run("ls", root, "--where", "return > 99").stdout
     assert "None of 4 episodes are left at this offset." in run("ls", root, "--offset", 4).stdout
@@ -101,6 +108,7 @@ def test_evicted_episodes_are_listed_on_request(tmp_path: Path) -> None:
     assert [e["length"] for e in run_json("ls", tmp_path / "store")["episodes"]] == [5]
     everything = run_json("ls", tmp_path / "store", "--evicted", "--columns", "length,is_evicted")["episodes"]
     assert everything == [{"length": 3, "is_evicted": True}, {"length": 5, "is_evicted": False}]
+    assert "is_evicted" in run("ls", tmp_path / "store", "--evicted").stdout
 
 
 @pytest.mark.parametrize(
@@ -184,7 +192,9 @@ def test_an_episode_is_named_by_row_or_key(root: Path) -> None:
     ids = [record.id for record in trajstore.open(root).streams]
     for name, row in (("2", 2), (f"{ids[0]}/1", 1), ("right-/0", 3), (f"{ids[1][-8:]}/0", 3)):
         assert run_json("show", root, name, "--fields", "action")["row"] == row, name
-    assert "Episode 3: right-" in run("show", root, "--fields", "action", "--", -1).stdout
+    for arguments in ((-1, "--fields", "action"), ("--fields", "action", "--", -1)):
+        assert "Episode 3: right-" in run("show", root, *arguments).stdout
+    assert "No such option" in run("show", root, "-x").stderr
 
 
 @pytest.mark.parametrize(
@@ -203,12 +213,18 @@ def test_an_episode_that_does_not_exist_is_named(root: Path, name: str, message:
     assert message in result.stderr
 
 
-def test_damage_met_while_showing_ends_with_1(root: Path, tmp_path: Path) -> None:
+def test_a_damaged_field_is_shown_as_its_error_beside_the_others(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root, tmp_path / "store")
     for path in (tmp_path / "store").glob("streams/left-*/steps/action/c*"):
         path.write_bytes(path.read_bytes()[:-1])
-    result = run("show", tmp_path / "store", 0)
-    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    result = run("show", tmp_path / "store", 0, "--json")
+    fields = {field["field"]: field for field in json.loads(result.stdout)["fields"]}
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert "array 'steps/action', chunk 0" in fields["action"]["error"]
+    assert (fields["action"]["mean"], fields["reward"]["max"]) == (None, pytest.approx(0.4))
+    text = run("show", tmp_path / "store", 0)
+    assert (text.exit_code, text.stdout.count("damaged: ")) == (1, 1)
+    assert run("show", tmp_path / "store", 0, "--fields", "reward").exit_code == 0
 
 
 def test_frames_are_saved_as_pictures(root: Path, tmp_path: Path) -> None:
@@ -220,8 +236,10 @@ def test_frames_are_saved_as_pictures(root: Path, tmp_path: Path) -> None:
         assert (image.size, image.getpixel((3, 4))) == ((10, 12), (2, 2, 2))
     (gif,) = run_json("show", root, 0, "--frames", tmp_path / "film.gif", "--fps", 10)["frames"]
     with Image.open(gif) as image:
-        assert (image.n_frames, image.size, image.info["duration"]) == (5, (10, 12), 100)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["film.gif", "png"]
+        assert (image.n_frames, image.size, image.info["duration"]) == (5, (240, 288), 100)
+    assert run("show", root, 0, "--frames", tmp_path / "film.mp4").exit_code == 0
+    assert (tmp_path / "film.mp4").read_bytes()[4:8] == b"ftyp"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["film.gif", "film.mp4", "png"]
 
 
 @pytest.mark.parametrize(
@@ -229,6 +247,7 @@ def test_frames_are_saved_as_pictures(root: Path, tmp_path: Path) -> None:
     [
         (("--frames", "taken.gif"), "exists"),
         (("--frames", "full"), "not an empty directory"),
+        (("--frames", "film.avi"), "expected a file that ends in .gif or .mp4, or a directory"),
         (("--frames", "new", "--frame-field", "action"), "does not hold pictures"),
         (("--frames", "new", "--every", "0"), "expected positive numbers"),
     ],

@@ -7,6 +7,7 @@ program runs. If they are missing, it says what to install.
 import importlib.util
 import inspect
 import operator
+import re
 import sys
 from collections.abc import Callable
 from types import UnionType
@@ -38,29 +39,30 @@ from trajstore.cli.warm_up import warm_up
 if TYPE_CHECKING:
     import typer
 
-COMMANDS: dict[str, Callable[..., int]] = {
-    "info": info,
-    "ls": list_episodes,
-    "show": show,
-    "sample": sample,
-    "view": view,
-    "verify": verify_store,
-    "doctor": doctor,
-    "diff": diff,
-    "tail": tail,
-    "bench": bench,
-    "copy": copy_store,
-    "repair": repair_store,
-    "merge": merge_stores,
-    "split": split_store,
-    "pack": pack_store,
-    "evict": evict_steps,
-    "prune": prune_store,
-    "checkpoints": checkpoints,
-    "redistribute": redistribute,
-    "request-checkpoint": request_checkpoint,
-    "warm-up": warm_up,
+# By the headings under which --help lists them.
+PANELS: dict[str, dict[str, Callable[..., int]]] = {
+    "Look at a store": {
+        "info": info,
+        "ls": list_episodes,
+        "show": show,
+        "view": view,
+        "sample": sample,
+        "tail": tail,
+        "checkpoints": checkpoints,
+        "redistribute": redistribute,
+    },
+    "Check": {"verify": verify_store, "doctor": doctor, "diff": diff, "bench": bench},
+    "Make new stores": {"copy": copy_store, "repair": repair_store, "merge": merge_stores, "split": split_store},
+    "Change a store": {
+        "pack": pack_store,
+        "evict": evict_steps,
+        "prune": prune_store,
+        "request-checkpoint": request_checkpoint,
+    },
+    "This machine": {"warm-up": warm_up},
 }
+COMMANDS: dict[str, Callable[..., int]] = {name: c for panel in PANELS.values() for name, c in panel.items()}
+_NEGATIVE = re.compile(r"-\d+")
 
 
 def main() -> None:
@@ -86,12 +88,14 @@ def app() -> "typer.Typer":
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     application.callback()(_make_callback())
-    for name, command in COMMANDS.items():
-        application.command(name)(_adapt(command, name))
+    for panel, commands in PANELS.items():
+        for name, command in commands.items():
+            kind = _rows_from_the_end() if command is show else None
+            application.command(name, cls=kind, rich_help_panel=panel)(_adapt(command, name))
     rlinf = typer.Typer(help="Work with directories of RLinf trajectories.", no_args_is_help=True)
     for name, command in RLINF_COMMANDS.items():
         rlinf.command(name)(_adapt(command, name))
-    application.add_typer(rlinf, name="rlinf")
+    application.add_typer(rlinf, name="rlinf", rich_help_panel="Datasets of other libraries")
     add_import_and_export(application)
     return application
 
@@ -111,6 +115,19 @@ def _make_callback() -> Callable[..., None]:
         del version  # show_version has handled it
 
     return callback
+
+
+def _rows_from_the_end() -> Any:
+    """A kind of command that takes -1 as an argument, as it has no such option."""
+    from typer.core import TyperCommand
+
+    class Command(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            numbers = [] if "--" in args else [arg for arg in args if _NEGATIVE.fullmatch(arg)]
+            others = [arg for arg in args if arg not in numbers]
+            return super().parse_args(ctx, [*others, "--", *numbers] if numbers else args)
+
+    return Command
 
 
 def _adapt(command: Callable[..., int], name: str) -> Callable[..., None]:

@@ -40,7 +40,7 @@ def add_import_and_export(application: "typer.Typer") -> None:
         for name, dataset_format in FORMATS.items():
             command = make_command(dataset_format)
             group.command(name, help=f"{verb.capitalize()} {preposition} {dataset_format.help}.")(command)
-        application.add_typer(group, name=verb)
+        application.add_typer(group, name=verb, rich_help_panel="Datasets of other libraries")
 
 
 def _make_import_command(dataset_format: Format) -> Callable[..., None]:

@@ -9,7 +9,6 @@ from trajstore.cli.exit_codes import FINE, UsageError, damage_of_a_store, usage_
 from trajstore.cli.output import Facts, format_count, format_time, make_table, print_facts, printable
 from trajstore.cli.parameters import AsJson, At, Option, StorageOptions, Url
 from trajstore.cli.stores import open_snapshot
-from trajstore.format.episode_table import EpisodeTable
 from trajstore.inspection.episode_columns import FREE_PREFIX, ROW
 from trajstore.inspection.episode_queries import EpisodePage, EpisodeQueries
 from trajstore.schema import Array
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _ALWAYS = (ROW, "episode", "length", "return", "end", "time")
-_IF_USED = ("stream", "env", "has_final", "is_headless")  # shown if they differ between episodes, or are true
+# Shown if they differ between episodes, or are true.
+_IF_USED = ("is_evicted", "is_abandoned", "stream", "env", "has_final", "is_headless")
+_FLAGS = ("is_evicted", "is_abandoned", "is_headless")
 _MAX_TEXT = 40  # characters of a cell
 _MIN_METADATA = 16  # characters for metadata that are cut to fit
 _GAP = 2  # spaces between columns
@@ -52,7 +53,8 @@ def list_episodes(
     with usage_errors(), damage_of_a_store():
         table = snapshot.history(abandoned=True) if evicted else snapshot.episodes
         queries = EpisodeQueries(table)
-        names = _chosen_columns(queries, columns)
+        by = [name.strip().removeprefix("-") for name in sort.split(",") if name.strip()]
+        names = _chosen_columns(queries, columns, by)
         page = queries.page(where=where, sort=sort, offset=offset, limit=limit or None)
         shown = {name: _values(page, name) for name in names}
     facts: Facts = {
@@ -62,14 +64,15 @@ def list_episodes(
         "offset": page.offset,
         "episodes": [dict(zip(shown, row, strict=True)) for row in zip(*shown.values(), strict=True)],
     }
-    print_facts(facts, lambda console, f: _print_page(console, f, table, is_chosen=columns is not None), as_json)
+    first = names if columns is not None else [*dict.fromkeys((*_ALWAYS, *by))]
+    print_facts(facts, lambda console, f: _print_page(console, f, first, is_chosen=columns is not None), as_json)
     return FINE
 
 
-def _chosen_columns(queries: EpisodeQueries, columns: str | None) -> list[str]:
+def _chosen_columns(queries: EpisodeQueries, columns: str | None, by: Sequence[str]) -> list[str]:
     known = queries.columns
     if columns is None:
-        return [*dict.fromkeys((ROW, *known.table.columns))]
+        return [*dict.fromkeys((ROW, *known.table.columns, *(name for name in by if name in known)))]
     names = [name.strip() for name in columns.split(",") if name.strip()]
     if not names:
         raise UsageError(f"--columns: expected columns separated by commas, got {columns!r:.80}")
@@ -89,14 +92,14 @@ def _values(page: EpisodePage, name: str) -> list[Any]:
     return list(values.tolist())
 
 
-def _print_page(console: "Console", facts: Facts, table: EpisodeTable, *, is_chosen: bool) -> None:
+def _print_page(console: "Console", facts: Facts, first: Sequence[str], *, is_chosen: bool) -> None:
     episodes = facts["episodes"]
     if not episodes:
         n = facts["n_episodes"]
         reason = "match" if n and facts["n_matching"] == 0 else "are left at this offset"
         console.print(f"None of {format_count(n, 'episode')} {reason}." if n else "No episodes yet.")
         return
-    names = list(episodes[0]) if is_chosen else _worth_showing(episodes)
+    names = list(episodes[0]) if is_chosen else _worth_showing(episodes, first)
     cells = {name: [format_value(name, episode[name]) for episode in episodes] for name in names}
     fitting = cells if is_chosen else _fitting(cells, console.width)
     texts = [name for name in fitting if not _is_number(name, episodes)]
@@ -119,15 +122,21 @@ def _title(facts: Facts) -> str:
     return f"Episodes {first:,} to {first + n - 1:,} of {of}" if n < facts["n_matching"] else f"Episodes: {of}"
 
 
-def _worth_showing(episodes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The usual columns, those that say something about these episodes, and those that users declared."""
-    fixed = {*_ALWAYS, *_IF_USED}
-    used = [name for name in _IF_USED if len({str(e[name]) for e in episodes}) > 1 or _is_flagged(name, episodes)]
+def _worth_showing(episodes: Sequence[Mapping[str, Any]], first: Sequence[str]) -> list[str]:
+    """The first columns, those that say something about these episodes, and those that users declared."""
+    fixed = {*first, *_IF_USED}
+    used = [
+        name
+        for name in _IF_USED
+        if name not in first
+        and name in episodes[0]
+        and (len({str(e[name]) for e in episodes}) > 1 or _is_flagged(name, episodes))
+    ]
     others = [
         name for name in episodes[0] if name not in fixed and any(e[name] not in (None, {}) for e in episodes)
     ]
     return [
-        *_ALWAYS,
+        *first,
         *used,
         *(name for name in others if name != "metadata"),
         *("metadata" in others) * ["metadata"],
@@ -135,7 +144,7 @@ def _worth_showing(episodes: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _is_flagged(name: str, episodes: Sequence[Mapping[str, Any]]) -> bool:
-    return name == "is_headless" and any(e[name] for e in episodes)
+    return name in _FLAGS and any(e[name] for e in episodes)
 
 
 def _is_number(name: str, episodes: Sequence[Mapping[str, Any]]) -> bool:

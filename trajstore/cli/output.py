@@ -97,7 +97,7 @@ def format_count(n: int, noun: str) -> str:
 
 
 def format_dtype(field: Facts) -> str:
-    return f"{field['dtype']}{list(field['shape']) if field['shape'] else ''}"
+    return field["dtype"] + (f"[{','.join(map(str, field['shape']))}]" if field["shape"] else "")
 
 
 def format_time(seconds: float | None) -> str:

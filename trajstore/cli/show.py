@@ -1,9 +1,11 @@
 """The command ``show``: one episode with its metadata, its fields and its frames."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from trajstore.cli.exit_codes import FINE, UsageError, damage_of_a_store, usage_errors
+from trajstore.cli.exit_codes import FINE, PROBLEMS, UsageError, damage_of_a_store, usage_errors
 from trajstore.cli.frames import check_target, save_frames
 from trajstore.cli.listing import format_value
 from trajstore.cli.output import (
@@ -19,11 +21,12 @@ from trajstore.cli.output import (
 from trajstore.cli.parameters import Argument, AsJson, At, Option, StorageOptions, Url
 from trajstore.cli.sparklines import sparkline
 from trajstore.cli.stores import open_snapshot
-from trajstore.errors import EpisodeNotFoundError
+from trajstore.errors import CorruptionError, EpisodeNotFoundError
 from trajstore.format.handles import EpisodeKey
 from trajstore.inspection.downsampling import EpisodeSeries, episode_series
 from trajstore.inspection.field_statistics import field_statistics
-from trajstore.inspection.frames import frame_fields, is_frame, pictures
+from trajstore.plot.images import image_layout
+from trajstore.schema import selected_paths
 from trajstore.store.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
 
 _N_POINTS = 256  # of each series, enough for any terminal
 _MAX_COMPONENTS = 8  # of a field that are drawn
-_MAX_BYTES = "256MiB"  # that are decoded for the figures
+_MAX_BYTES = 256 << 20  # that are decoded for the figures
+_MIN_LINE, _MAX_LINE = 8, 60  # characters of a small plot
 _KNOWN = {
     *("stream", "episode", "env", "length", "end", "return", "has_final", "is_headless", "time", "metadata"),
     *("url", "row", "n_rows", "spans", "fields", "columns", "frames"),
@@ -46,20 +50,20 @@ def show(
     fields: Annotated[str | None, Option("--fields", "Fields or groups to show, such as a,b/c.", "FIELDS")] = None,
     frames: Annotated[
         str | None,
-        Option("--frames", "Save the frames: a file that ends in .gif, or a directory for PNGs.", "PATH"),
+        Option("--frames", "Save the frames: a file .gif or .mp4, or a directory for PNGs.", "PATH"),
     ] = None,
     frame_field: Annotated[
         str | None, Option("--frame-field", "The field of the frames, if there are several.")
     ] = None,
     every: Annotated[int, Option("--every", "Save one frame of this many.")] = 1,
-    fps: Annotated[float, Option("--fps", "Frames a second of a GIF.")] = 30.0,
+    fps: Annotated[float, Option("--fps", "Frames a second of a file.")] = 30.0,
     at: At = None,
     storage_option: StorageOptions = None,
     as_json: AsJson = False,
 ) -> int:
     """Show an episode: its metadata, the values of its fields as figures and small plots, and where it is stored.
 
-    An EPISODE that begins with a minus must follow --, as in: trajstore show URL -- -1.
+    What is damaged is shown as the error in its place, and the exit code is 1 then.
     """
     snapshot = open_snapshot(url, storage_option, at)
     with usage_errors(OSError), damage_of_a_store():
@@ -68,7 +72,7 @@ def show(
         if frames is not None:
             facts["frames"] = _save(snapshot, row, Path(frames), frame_field, every, fps)
     print_facts(facts, _print_episode, as_json)
-    return FINE
+    return PROBLEMS if any("error" in one for one in facts["fields"] + facts["columns"]) else FINE
 
 
 def find_episode(snapshot: Snapshot, text: str) -> int:
@@ -102,16 +106,9 @@ def _episode_facts(snapshot: Snapshot, row: int, fields: list[str] | None) -> Fa
     table, schema = snapshot.episodes, snapshot.schema
     assert schema is not None  # there is an episode
     values = table.row(row)
-    statistics = field_statistics(snapshot, fields, max_bytes=_MAX_BYTES, episodes=[row])
+    paths = selected_paths(schema, fields)
     derived = [] if fields is not None else list(snapshot.columns.names)
     names = snapshot.names
-    shown = []
-    for path, found in statistics.items():
-        spec = schema[path]
-        facts: Facts = {"field": path, "dtype": spec.dtype, "shape": list(spec.shape), "is_frame": is_frame(spec)}
-        facts |= {"n_values": found.n_total_rows, "n_read": found.n_rows, "n_nan": found.n_nan}
-        facts |= {"n_infinite": found.n_infinite, "min": found.minimum, "mean": found.mean, "max": found.maximum}
-        shown.append(facts | {"series": _series(snapshot, row, path, found.n_components)})
     return {
         "url": snapshot.storage.display,
         "row": row,
@@ -121,17 +118,44 @@ def _episode_facts(snapshot: Snapshot, row: int, fields: list[str] | None) -> Fa
             {"stream": names[s.source], "t_start": s.t_start, "row_start": s.row_start, "row_stop": s.row_stop}
             for s in table.spans(row)
         ],
-        "fields": shown,
-        "columns": [{"column": name, "series": _series(snapshot, row, name, 1)} for name in derived],
+        "fields": [_field_facts(snapshot, row, path, _MAX_BYTES // len(paths)) for path in paths],
+        "columns": [{"column": name} | _or_error(partial(_series, snapshot, row, name, 1)) for name in derived],
     }
 
 
-def _series(snapshot: Snapshot, row: int, path: str, n_components: int) -> list[Facts]:
+def _field_facts(snapshot: Snapshot, row: int, path: str, max_bytes: int) -> Facts:
+    """Figures and series of a field; null and ``error`` if it can't be read."""
+    assert snapshot.schema is not None  # there is an episode
+    spec = snapshot.schema[path]
+    facts: Facts = {"field": path, "dtype": spec.dtype, "shape": list(spec.shape)}
+    facts |= {"is_frame": image_layout(spec) is not None}
+    facts |= dict.fromkeys(("n_values", "n_read", "n_nan", "n_infinite", "min", "mean", "max"))
+
+    def read() -> Facts:
+        found = field_statistics(snapshot, [path], max_bytes=max_bytes, episodes=[row])[path]
+        figures: Facts = {"n_values": found.n_total_rows, "n_read": found.n_rows, "n_nan": found.n_nan}
+        figures |= {"n_infinite": found.n_infinite}
+        figures |= {"min": found.minimum, "mean": found.mean, "max": found.maximum}
+        return figures | _series(snapshot, row, path, found.n_components)
+
+    return facts | _or_error(read)
+
+
+def _or_error(read: Callable[[], Facts]) -> Facts:
+    """What is read, or the damage that keeps it from being read."""
+    try:
+        with damage_of_a_store():
+            return read()
+    except CorruptionError as error:
+        return {"series": [], "error": str(error)}
+
+
+def _series(snapshot: Snapshot, row: int, path: str, n_components: int) -> Facts:
     """Shortened series of a field's components, if it has few."""
     if n_components > _MAX_COMPONENTS:
-        return []
+        return {"series": []}
     found: EpisodeSeries = episode_series(snapshot, row, path, n_points=_N_POINTS, max_components=_MAX_COMPONENTS)
-    return [
+    series = [
         {
             "component": component,
             "n_steps": found.n_steps,
@@ -140,21 +164,25 @@ def _series(snapshot: Snapshot, row: int, path: str, n_components: int) -> list[
         }
         for component, one in zip(found.components, found.series, strict=True)
     ]
+    return {"series": series}
 
 
 def _save(snapshot: Snapshot, row: int, path: Path, field: str | None, every: int, fps: float) -> list[str]:
     assert snapshot.schema is not None
-    known = frame_fields(snapshot.schema)
+    known = [name for name, spec in snapshot.schema.fields.items() if image_layout(spec) is not None]
     if field is None and len(known) != 1:
         reason = f"several fields hold pictures: {', '.join(known)}; choose with --frame-field" if known else None
         raise UsageError(f"--frames: {reason or 'no field holds pictures, which are uint8 of shape (H, W[, C])'}")
+    if field is not None and field not in known:
+        raise UsageError(
+            f"--frame-field: '{field:.80}' does not hold pictures; fields that do: {', '.join(known) or 'none'}"
+        )
     if every < 1 or fps <= 0:
         raise UsageError(f"--every and --fps: expected positive numbers, got {every} and {fps:g}")
     check_target(path)
     chosen = known[0] if field is None else field
-    n = -(-snapshot.episodes.n_rows(row) // every)
     with progress_bar("frames") as progress:
-        return save_frames(pictures(snapshot, row, chosen, every=every), path, fps=fps, n=n, progress=progress)
+        return save_frames(snapshot, row, chosen, path, fps=fps, every=every, progress=progress)
 
 
 def _print_episode(console: "Console", facts: Facts) -> None:
@@ -176,9 +204,12 @@ def _print_episode(console: "Console", facts: Facts) -> None:
     )
     console.print(stored, soft_wrap=True)
     _print_fields(console, facts)
-    partial = [f["field"] for f in facts["fields"] if f["n_read"] < f["n_values"]]
-    if partial:
-        console.print(f"Figures of a sample of the steps: {printable(', '.join(partial))}")
+    for one in facts["fields"] + facts["columns"]:
+        if "error" in one:
+            console.print(f"damaged: {printable(one['error'])}", style="red", soft_wrap=True)
+    sampled = [f["field"] for f in facts["fields"] if "error" not in f and f["n_read"] < f["n_values"]]
+    if sampled:
+        console.print(f"Figures of a sample of the steps: {printable(', '.join(sampled))}")
     if "frames" in facts:
         written = facts["frames"]
         console.print(
@@ -202,13 +233,18 @@ def _print_fields(console: "Console", facts: Facts) -> None:
         for column in facts["columns"]
         for one in column["series"]
     ]
-    fixed = max(len(name) for name, *_ in rows) + max(len(dtype) for _, dtype, *_ in rows) if rows else 0
-    width = max(8, min(60, console.width - fixed - 3 * 9 - 8))
+    rows += [(column["column"], "derived", None, column) for column in facts["columns"] if "error" in column]
+    headings = ("field", "dtype", "min", "mean", "max")
+    cells = [
+        (printable(name), dtype, *("" if f.get(key) is None else f"{f[key]:.4g}" for key in headings[2:]))
+        for name, dtype, _, f in rows
+    ]
+    fixed = sum(max(map(len, column)) for column in zip(headings, *cells, strict=True))
     unicode = (console.encoding or "").lower().startswith("utf")
-    table = make_table("", "field", "dtype", ">min", ">mean", ">max", "=over time")
-    for name, dtype, one, figures in rows:
-        texts = ("" if figures[key] is None else f"{figures[key]:.4g}" for key in ("min", "mean", "max"))
-        table.add_row(printable(name), dtype, *texts, _line(one, figures, width, unicode))
+    width = max(_MIN_LINE, min(_MAX_LINE, console.width - fixed - 13))  # 13: the gaps between columns
+    table = make_table("", *headings[:2], *(f">{name}" for name in headings[2:]), "=over time")
+    for row, (_, _, one, figures) in zip(cells, rows, strict=True):
+        table.add_row(*row, _line(one, figures, width, unicode))
     console.print(table)
 
 
@@ -220,7 +256,7 @@ def _line(one: Facts | None, figures: Facts, width: int, unicode: bool) -> str:
     ]
     note = ", ".join(notes)
     if one is None:
-        return note
+        return "damaged" if "error" in figures else note
     steps, values = np.array(one["steps"], np.int64), np.array(one["values"], np.float64)
     line = sparkline(steps, values, one["n_steps"], width=max(4, width - len(note)), unicode=unicode)
     return f"{line} {note}".rstrip()

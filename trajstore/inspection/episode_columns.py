@@ -18,6 +18,7 @@ from trajstore.schema import Array
 Kind = Literal["number", "truth", "text"]
 FREE_PREFIX = "metadata."  # before a key of free metadata
 ROW = "row"  # the position of an episode in its table
+_N_ASKED = 1000  # episodes whose metadata are searched for a name that is no column
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,11 @@ class EpisodeColumns:
     def unknown(self, name: str) -> DataError:
         """The error for a name that is no column."""
         near = difflib.get_close_matches(name, self.names, 1)
-        guess = f"; did you mean '{near[0]}'?" if near else ""
+        if not near and any(name in metadata for metadata in self._free()[:_N_ASKED]):
+            near = [FREE_PREFIX + name]
+        guess = f"did you mean '{near[0]}'? The" if near else "the"
         known = ", ".join(self.names)
-        return DataError(f"no episode column '{name:.80}'{guess} The columns are {known}, {FREE_PREFIX}KEY")
+        return DataError(f"no episode column '{name:.80}'; {guess} columns are {known}, {FREE_PREFIX}KEY")
 
     def _column(self, name: str) -> Column:
         table = self.table

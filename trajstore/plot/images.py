@@ -38,7 +38,7 @@ def image_field(snapshot: Snapshot, field: str | None, layout: Layout | None = N
     """
     fields = {} if snapshot.schema is None else snapshot.schema.fields
     if field is None:
-        found = [(path, shape) for path, spec in fields.items() if (shape := _layout_of(spec)) is not None]
+        found = [(path, shape) for path, spec in fields.items() if (shape := image_layout(spec)) is not None]
         if not found:
             raise DataError(
                 f"no field holds images; {_HELP}; the fields are {', '.join(fields) or 'not known yet'}"
@@ -48,7 +48,7 @@ def image_field(snapshot: Snapshot, field: str | None, layout: Layout | None = N
         raise KeyError(f"no field {field!r}; the fields are {', '.join(fields)}")
     if layout is not None:
         return _checked(field, fields[field], layout)
-    guessed = _layout_of(fields[field])
+    guessed = image_layout(fields[field])
     if guessed is None:
         raise DataError(f"field '{field}' holds {fields[field].dtype} of shape {fields[field].shape}; {_HELP}")
     return field, guessed
@@ -66,7 +66,7 @@ def _checked(field: str, spec: Field, layout: Layout) -> tuple[str, Layout]:
     return field, layout
 
 
-def _layout_of(spec: Field) -> Layout | None:
+def image_layout(spec: Field) -> Layout | None:
     """The order of the axes of images; None if the field holds none."""
     shape = spec.shape
     if spec.dtype != "uint8" or not 2 <= len(shape) <= 4:

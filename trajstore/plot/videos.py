@@ -43,6 +43,7 @@ def save_video(
     start: int = 0,
     stop: int | None = None,
     layout: Layout | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Write the frames of an episode to a file ``.gif`` or ``.mp4``.
 
@@ -61,6 +62,7 @@ def save_video(
         stop: Step after the last; the end of the episode by default.
         layout: The order of the axes, such as ``"CHW"``; found out from the shape by default. Of a stack of frames
             (``K``), the newest is shown.
+        progress: Called with the number of frames that are written and the number of all.
 
     Returns:
         The path.
@@ -83,11 +85,14 @@ def save_video(
     sides = [n for letter, n in zip(order, shape, strict=True) if letter != "K"]
     height, width = _size((sides[plain.index("H")], sides[plain.index("W")]), size)
     with _complete_file(target) as partial, opened(partial, height, width) as write:
-        t = first
+        n, n_written, t = -(-(end - first) // every), 0, first
         for block in read_images(snapshot, episode, name, order, first, end):
             for image in block:
                 if (t - first) % every == 0:
                     write(_coloured(image, height, width))
+                    n_written += 1
+                    if progress is not None:
+                        progress(n_written, n)
                 t += 1
     return target
 
