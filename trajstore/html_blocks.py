@@ -28,8 +28,9 @@ _STYLE = """
 .trajstore-r table{border-collapse:collapse;border:none;margin:0;font-size:12px;color:inherit;background:none}
 .trajstore-r tr{background:none!important}
 .trajstore-r th,.trajstore-r td{text-align:left;padding:1px 14px 1px 0;border:none;vertical-align:top;color:inherit;
-white-space:pre-wrap;overflow-wrap:anywhere;max-width:34em}
+white-space:pre-wrap;overflow-wrap:break-word;max-width:34em}
 .trajstore-r th{font-weight:400;opacity:.7}
+.trajstore-r thead th,.trajstore-r .tj-n{white-space:nowrap}
 .trajstore-r .tj-n{text-align:right;font-variant-numeric:tabular-nums}
 .trajstore-r .tj-e{border-left:3px solid #d9480f;padding-left:8px;margin:2px 0;overflow-wrap:anywhere}
 """.replace("\n", "")

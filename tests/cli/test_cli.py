@@ -104,7 +104,7 @@ def test_info_shows_schema_streams_episodes_checkpoints_and_columns(template: Pa
     assert (result.exit_code, result.stderr) == (0, "")
     for part in (
         "observation/pixels",
-        "uint8[8, 8]",
+        "uint8[8,8]",
         "zstd:1",
         "rank1-",
         "0/2",
@@ -133,6 +133,18 @@ def test_info_as_json_holds_the_same(template: Path) -> None:
     assert facts["episodes"]["ends"] == {"terminated": 2, "truncated": 1}
     assert [(c["name"], c["rows"], c["parent"]) for c in facts["checkpoints"]] == [("half", 52, None)]
     assert [(c["name"], c["stop"]) for c in facts["columns"]] == [("advantage", 52)]
+
+
+def test_a_column_that_several_sessions_wrote_is_counted_once(tmp_path: Path) -> None:
+    store = trajstore.create(tmp_path / "store", fsync=False)
+    with store.writer(commit_seconds=None) as first:
+        first.append_episode({"reward": np.ones(5)}, terminated=True)
+        first.commit()
+        first.put_column("advantage", first.stream, np.ones(5))
+    with store.writer(commit_seconds=None) as second:
+        second.put_column("advantage", first.stream, np.zeros(5))
+    assert re.search(r"advantage +float64 +1 +5 +0", run("info", tmp_path / "store").stdout)
+    assert "<td>advantage</td><td>float64</td><td class='tj-n'>1</td>" in store.refresh()._repr_html_()
 
 
 def test_info_reads_no_steps(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +351,7 @@ def test_a_damaged_store_ends_every_command_with_1(root: Path, command: str, kin
     result = run(command, root, *more)
     assert result.exit_code == 1, result.stderr
     assert command == "verify" or result.stderr.count("\n") == 1
+    assert command == "verify" or "'trajstore verify' lists all damage" in result.stderr
 
 
 def test_a_damaged_checkpoint_ends_info_with_1(root: Path) -> None:

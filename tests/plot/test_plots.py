@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import StepPatch
 
 import trajstore
 from trajstore import DataError, Field, MissingExtraError, Priorities, ReplayBuffer, Schema, Store, Windows, plot
@@ -200,6 +202,28 @@ def test_an_empty_store_is_drawn_as_empty() -> None:
     plot.overview(store).draw_without_rendering()
     assert "no steps" in texts(draw(plot.ages(store)))
     assert "no steps" in texts(draw(plot.coverage(store, [])))
+
+
+def test_a_damaged_store_is_drawn_as_far_as_it_can_be_read(run: tuple[Store, list[Any]], tmp_path: Path) -> None:
+    shutil.copytree(run[0].url, tmp_path / "store")
+    for chunk in (tmp_path / "store").glob("streams/*/steps/reward/c*"):
+        chunk.unlink()
+    figure = plot.overview(trajstore.open(tmp_path / "store"))
+    figure.draw_without_rendering()
+    assert "array 'steps/reward'" in texts(figure.axes[2]).replace("\n", " ")
+    assert f"{N_EPISODES} episodes" in texts(figure.axes[0])
+
+
+@pytest.mark.parametrize("n", [50, 61, 1000])
+def test_whole_numbers_lie_in_bins_of_equally_many(n: int, tmp_path: Path) -> None:
+    store = trajstore.create(f"memory://whole-{n}")
+    with store.writer() as writer:
+        writer.append_episode({"action": np.arange(n), "reward": np.ones(n)}, terminated=True)
+    store.refresh()
+    (bars,) = [patch for patch in plot.actions(store).patches if isinstance(patch, StepPatch)]
+    counts = np.round(bars.get_data().values * n)
+    assert set(counts[:-1]) == {np.ceil(n / 60)}  # no gaps; the last one may hold fewer
+    assert counts.sum() == n
 
 
 def test_many_episodes_are_drawn_as_bins_with_few_points(tmp_path: Path) -> None:

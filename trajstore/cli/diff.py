@@ -1,5 +1,6 @@
 """The command ``diff``: what differs between two stores, or two checkpoints of one."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +45,7 @@ def diff(
     second = open_snapshot(url if other is None else other, storage_option, other_at)
     with usage_errors(), damage_of_a_store():
         checkpoints = (_checkpoint_ids(first), _checkpoint_ids(second)) if other is not None else ([], [])
-        with progress_bar("bytes") as progress:
+        with progress_bar("bytes") if deep else contextlib.nullcontext() as progress:
             found = compare(first, second, checkpoints=checkpoints, deep=deep, progress=progress)
     facts: Facts = {
         "first": {"url": first.storage.display, "at": at},

@@ -15,6 +15,7 @@ PROBLEMS = 1  # the store is damaged
 FAILED = 2  # the command could not do its work
 UNCONFIRMED = 3  # the command would remove something, and --yes was not given
 INTERRUPTED = 130  # the code that shells use for Ctrl-C
+_DAMAGE_HELP = "; 'trajstore verify' lists all damage, 'trajstore repair' makes a new store of what is intact"
 
 
 class UsageError(Exception):
@@ -68,8 +69,9 @@ def run_command(command: Callable[..., int], arguments: Mapping[str, Any], secre
     try:
         return command(**arguments)
     except (TrajstoreError, UsageError) as error:
-        print_error(str(error), secrets)
-        return PROBLEMS if isinstance(error, CorruptionError) else FAILED
+        is_damage = isinstance(error, CorruptionError)
+        print_error(str(error) + _DAMAGE_HELP * is_damage, secrets)
+        return PROBLEMS if is_damage else FAILED
     except BrokenPipeError:  # the reader of the output has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE

@@ -191,10 +191,11 @@ def _print_traffic(console: "Console", traffic: Facts) -> None:
 def _print_columns(console: "Console", columns: Sequence[Facts]) -> None:
     """Print the derived columns by name; the streams of one column are counted."""
     table = make_table("Derived columns", "column", "dtype", ">streams", ">rows", ">changes")
-    for name, dtype in sorted({(c["name"], format_dtype(c)) for c in columns}):
-        same = [c for c in columns if (c["name"], format_dtype(c)) == (name, dtype)]
+    newest = {(c["name"], c["target"]): c for c in columns}.values()  # of several sessions, the newest counts
+    for name, dtype in sorted({(c["name"], format_dtype(c)) for c in newest}):
+        same = [c for c in newest if (c["name"], format_dtype(c)) == (name, dtype)]
         rows, changes = sum(c["stop"] - c["first"] for c in same), sum(c["deltas"] for c in same)
-        table.add_row(name, dtype, f"{len({c['target'] for c in same}):,}", f"{rows:,}", f"{changes:,}")
+        table.add_row(name, dtype, f"{len(same):,}", f"{rows:,}", f"{changes:,}")
     console.print(table)
 
 
@@ -205,13 +206,13 @@ def _print_schema(console: "Console", schema: Facts | None) -> None:
     with_sizes = "stored_bytes" in schema["fields"][0]
     sizes = (">stored", ">decoded", ">ratio") if with_sizes else ()
     has_room = not with_sizes or console.width >= _WIDE - 20
-    layout = ("final", ">chunk rows") if has_room else ()
-    table = make_table("Schema", "field", "dtype", *layout, "codec", *sizes)
+    layout = ("final", ">chunk rows", "codec") if has_room else ()
+    table = make_table("Schema", "field", "dtype", *layout, *sizes)
     for field in schema["fields"]:
         cells = [field["field"], format_dtype(field)]
         if has_room:
             cells += ["yes" if field["final"] else "", ", ".join(map(str, field["chunk_rows"]))]
-        cells.append(", ".join(field["codec"]))
+            cells.append(", ".join(field["codec"]))
         if with_sizes:
             stored, decoded = field["stored_bytes"], field["decoded_bytes"]
             cells += [format_bytes(stored), format_bytes(decoded), f"{decoded / stored:.1f}x" if stored else ""]

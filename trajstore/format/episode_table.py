@@ -122,6 +122,8 @@ class EpisodeTable:
         if name in self.summaries:
             return self._summary(name)
         known = ", ".join((*self.columns, *self.summaries))
+        if not isinstance(name, str):
+            raise KeyError(f"expected a column ({known}), got {name!r:.80}; table.row({name!r:.80}) is one episode")
         raise KeyError(
             f"no episode column {name!r}; the table has {known}. Values of metadata= that the schema does not"
             " declare are in 'metadata', a dict for each episode; declare columns with Schema(..., episode={...})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import MissingExtraError
@@ -18,6 +19,7 @@ GREY, LIGHT, BLACK = "#7f7f7f", "#d0d0d0", "#222222"
 COLOUR_MAP = "viridis"
 _SIZE = (7.2, 3.6)  # inches
 _DPI = 110
+_MAX_LINE = 50  # characters of text inside axes
 
 
 def import_matplotlib(module: str = "matplotlib") -> Any:
@@ -106,7 +108,8 @@ def _raise_title(ax: Axes, n_lines: int) -> None:
 
 def say(ax: Axes, text: str) -> None:
     """Write in the middle of axes that have nothing to show."""
-    ax.text(0.5, 0.5, plain(text), transform=ax.transAxes, ha="center", va="center", color=GREY)
+    wrapped = "\n".join(textwrap.wrap(plain(text), _MAX_LINE, break_long_words=True))
+    ax.text(0.5, 0.5, wrapped, transform=ax.transAxes, ha="center", va="center", color=GREY)
     ax.set_xticks([])
     ax.set_yticks([])
 

@@ -139,10 +139,11 @@ def _positions(table: EpisodeTable, over: str) -> _Positions:
 
 
 def _draw_points(ax: Axes, ends: Array, x: Array, y: Array) -> None:
+    size, alpha = float(np.clip(4000 / len(x), 12, 36)), float(np.clip(100 / len(x), 0.45, 0.85))
     for end in sorted(set(ends.tolist())):
         chosen = ends == end
         colour = _COLOURS.get(end, GREY)
-        ax.scatter(x[chosen], y[chosen], s=12, alpha=0.45, linewidths=0, color=colour, label=end, zorder=2)
+        ax.scatter(x[chosen], y[chosen], s=size, alpha=alpha, linewidths=0, color=colour, label=end, zorder=2)
 
 
 def _draw_trend(ax: Axes, x: Array, y: Array, window: int | None) -> None:

@@ -122,7 +122,8 @@ def _draw_numbers(ax: Axes, values: Array, title: str, label: str) -> Axes:
     if len(distinct):
         _draw_bars(ax, distinct, counts / len(values))
     else:
-        remarks.append(_draw_histogram(ax, finite.astype(np.float64), len(values)))
+        is_whole = finite.dtype.kind in "iu"
+        remarks.append(_draw_histogram(ax, finite.astype(np.float64), len(values), is_whole=is_whole))
     if remarks:
         note(ax, "; ".join(remarks))
     percent(ax.yaxis)
@@ -156,15 +157,25 @@ def _draw_bars(ax: Axes, values: Array, share: Array) -> None:
         ax.margins(y=0.12)
 
 
-def _draw_histogram(ax: Axes, values: Array, n: int) -> str:
+def _draw_histogram(ax: Axes, values: Array, n: int, *, is_whole: bool) -> str:
     """Draw a histogram, and return what to say about it."""
-    counts, edges = np.histogram(values, _BINS)
+    counts, edges = np.histogram(values, _whole_bins(values) if is_whole else _BINS)
     ax.stairs(counts / n, edges, fill=True, color=BLUE)
     if counts.max() > 200 * max(1.0, float(np.median(counts))):
         ax.set_yscale("log")
     middle = float(np.median(values))
     ax.axvline(middle, color=BLACK, linewidth=1, linestyle="--")
     return f"median {middle:.3g}, from {values.min():.3g} to {values.max():.3g}"
+
+
+def _whole_bins(values: Array) -> Array | int:
+    """Edges of bins that hold equally many whole numbers each; others would show gaps that are not there."""
+    low, high = values.min(), values.max()
+    if max(abs(low), abs(high)) >= 2.0**52:  # halves can't be told from whole numbers
+        return _BINS
+    width = np.ceil((high - low + 1) / _BINS)
+    edges: Array = np.arange(low, high + width + 1, width) - 0.5
+    return edges
 
 
 def _draw_elements(ax: Axes, rows: Array, title: str, label: str) -> Axes:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trajstore.errors import DataError
+from trajstore.errors import CorruptionError, DataError
 from trajstore.plot.drawing import finish, new_axes, new_figure, say
 from trajstore.plot.episode_plots import lengths, returns
 from trajstore.plot.field_plots import actions, rewards
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def overview(data: Source, *, max_steps: int = 50_000) -> Figure:
     """Draw returns, lengths, ages, rewards, actions and storage in one figure.
 
-    What the data does not have is left empty, with the reason.
+    What the data does not have, or what is damaged, is left empty, with the reason.
 
     Args:
         data: A store, snapshot, buffer (its committed steps) or reader.
@@ -48,6 +48,6 @@ def overview(data: Source, *, max_steps: int = 50_000) -> Figure:
 def _draw_or_say(ax: Axes, title: str, draw: Callable[..., Any]) -> None:
     try:
         draw(ax=ax)
-    except DataError as error:
+    except (DataError, CorruptionError) as error:
         finish(ax, title, "", "")
-        say(ax, "\n".join(str(error).split("; ")[:1]))
+        say(ax, str(error).split("; ")[0])

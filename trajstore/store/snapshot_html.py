@@ -100,14 +100,14 @@ def _state(record: CommitRecord) -> str:
 
 def _derived(records: Sequence[CommitRecord]) -> Section:
     """The derived columns by name; the streams of one column are counted."""
+    # Of several sessions that have written a column for a stream, the newest counts.
+    newest = {(name, t): s for r in records for t, named in r.columns.items() for name, s in named.items()}
     streams: Counter[tuple[str, str]] = Counter()
     rows: Counter[tuple[str, str]] = Counter()
-    for record in records:
-        for named in record.columns.values():
-            for name, state in named.items():
-                key = name, f"{state.dtype}{list(state.shape) if state.shape else ''}"
-                streams[key] += 1
-                rows[key] += state.stop - state.first
+    for (name, _), state in newest.items():
+        key = name, f"{state.dtype}{list(state.shape) if state.shape else ''}"
+        streams[key] += 1
+        rows[key] += state.stop - state.first
     if not streams:
         return Section("Derived columns", "none")
     cells = [

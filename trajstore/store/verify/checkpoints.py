@@ -125,6 +125,7 @@ def _state_problems(
             layout, length = ArrayLayout.from_metadata(node, path)
             prefix = f"{place}/{path}"
             array = CheckedArray(name, prefix, layout, length, 0, _chunk_reader(inspection, prefix, layout))
+            inspection.n_chunks += len(array.chunks)  # known only now
             faults, _ = chunk_faults(inspection, array, is_read=not inspection.is_fast)
             problems += chunk_problems(array, faults)
     return problems

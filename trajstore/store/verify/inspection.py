@@ -32,7 +32,7 @@ class Inspection:
         at: Check only what this checkpoint shows; None for the whole store.
         records: Commit records of the streams to check, by id, oldest first.
         checkpoints: The complete checkpoints to check.
-        n_chunks: Number of chunks to check, for `progress`.
+        n_chunks: Number of chunks to check, as far as it is known, for `progress`.
     """
 
     storage: Storage
