@@ -261,20 +261,40 @@ API = {
     "buffer": ("The live buffer", "ReplayBuffer Retention SamplesPerInsert StorageReport"),
     "stores": (
         "Stores",
-        "create open copy merge pack Store Snapshot EpisodeTable Checkpoint Writer WriterOptions Schema Field"
-        " EpisodeKey Handle Handles DiskCache estimate_cost Cost Prices store.verify.verify",
+        "create open copy merge split pack repair Store Snapshot EpisodeTable Checkpoint Writer WriterOptions"
+        " Schema Field EpisodeKey Handle Handles DiskCache estimate_cost Cost Prices store.verify.verify"
+        " store.evicting.evict store.pruning.prune",
     ),
     "sampling": (
         "Sampling",
         "Reader Windows Batch Ring Priorities Linear Hindsight Mixture BatchDataset WindowDataset"
         " sampling.returns.advantages sampling.returns.returns_to_go sampling.staleness.staleness_weights",
     ),
-    "plots": ("Plots", "plot.*"),
-    "ranks": ("Several ranks", "redistribute Partitions PartitionReport request_checkpoint"),
-    "packages": (
-        "Other names",
-        "logging.* compat.gymnasium.* datasets.conversion.import_episodes datasets.conversion.export_episodes",
+    "ranks": ("Several ranks and Ray", "redistribute Partitions PartitionReport request_checkpoint ray.*"),
+    "plots": ("Plots and the viewer", "plot.* viewer.*"),
+    "inspection": (
+        "Questions about a store",
+        "inspection.episode_queries.query_episodes inspection.downsampling.episode_series"
+        " inspection.field_statistics.field_statistics inspection.doctor.examination.examine"
+        " inspection.differences.compare",
     ),
+    "drop_ins": (
+        "Drop-ins for other libraries",
+        "compat.rlinf.* compat.torchrl.* compat.stable_baselines3.* compat.alf.* compat.objectrl.ReplayBuffer",
+    ),
+    "datasets": (
+        "Datasets of other libraries",
+        "datasets.conversion.import_episodes datasets.conversion.export_episodes"
+        " datasets.conversion.ConversionReport datasets.minari.* datasets.lerobot.* datasets.diffusion_policy.*"
+        " datasets.torchrl.* datasets.robomimic.open_reader datasets.robomimic.open_writer"
+        " datasets.d4rl.open_reader datasets.d4rl.open_writer",
+    ),
+    "testing": (
+        "Testing",
+        "testing.conformance.StorageConformance testing.model.ModelStore testing.strategies.schemas"
+        " testing.strategies.episodes testing.strategies.steps testing.strategies.metadata",
+    ),
+    "packages": ("Other names", "logging.* compat.gymnasium.*"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -46,7 +47,8 @@ def test_it_writes_a_file(url: str, tmp_path: Path) -> None:
     assert "2 have series" in result.stdout
     again = run(url, "--export", page)
     assert (again.exit_code, "exists already" in again.stderr) == (2, True)
-    assert run(url, "--export", page, "--yes", "--at", "first").exit_code == 0
+    last = run(url, "--export", page, "--yes", "--at", "first", "--json")
+    assert (last.exit_code, [*json.loads(last.stdout)]) == (0, ["url", "file", "note"])
 
 
 def test_wrong_arguments_are_explained(url: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ pytest.importorskip("material")
 pytest.importorskip("mkdocstrings")
 
 from scripts import docs_site
+from tests.project.test_public_names import WITH_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -87,6 +89,9 @@ def test_the_reference_of_python_has_every_public_name_with_its_types(site: Path
     text = "".join(read(site, f"reference/{name}") for name in (*docs_site.API, "errors"))
     for name in trajstore.__all__:
         assert f'id="trajstore.{name}"' in text, name
+    for package in WITH_NAMES:
+        for name in importlib.import_module(package).__all__:
+            assert f'id="{package}.{name}"' in text, f"{package}.{name}"
     for name in ("ReplayBuffer.append", "Snapshot.read_episode", "plot.overview", "logging.flatten"):
         assert f'id="trajstore.{name}"' in text, name
     assert re.search(r"buffer_bytes.*?int.*?str", text, re.S)

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import trajstore
 from trajstore.cli.exit_codes import FINE, UsageError, damage_of_a_store, usage_errors
-from trajstore.cli.output import printable
+from trajstore.cli.output import printable, write_json_line
 from trajstore.cli.parameters import (
+    AsJson,
     At,
     DiskCacheOption,
     Option,
@@ -50,6 +51,7 @@ def view(
     yes: Annotated[bool, Option("--yes", "With --export: replace an existing file.")] = False,
     storage_option: StorageOptions = None,
     disk_cache: DiskCacheOption = None,
+    as_json: AsJson = False,
 ) -> int:
     """Show a store as a page in the browser: overview, episodes with plots and frames, checkpoints.
 
@@ -61,13 +63,14 @@ def view(
     store = _open(url, at, storage_option, disk_cache)
     secrets = (*find_secrets(storage_option or ()), *secrets_of(url, parse_storage_options(storage_option)))
     if export is not None:
-        return _export(store, export, episode, yes, secrets)
+        return _export(store, export, episode, yes, secrets, as_json)
     if episode:
         raise UsageError("--episode: needs --export")
     from trajstore.viewer import Viewer  # its server may not be installed
 
     viewer = Viewer(store, port=port, secrets=secrets)
-    viewer.run(lambda: _announce(viewer, store.url, opens=browser and sys.stdout.isatty()))
+    opens = browser and sys.stdout.isatty() and not as_json
+    viewer.run(lambda: _announce(viewer, store.url, opens=opens, as_json=as_json))
     sys.stderr.write("\n")
     return FINE
 
@@ -84,19 +87,30 @@ def _open(url: str, at: str | None, storage_option: list[str] | None, disk_cache
 
 
 def _export(
-    store: "trajstore.Store", path: str, episodes: list[int] | None, replaces: bool, secrets: tuple[str, ...]
+    store: "trajstore.Store",
+    path: str,
+    episodes: list[int] | None,
+    replaces: bool,
+    secrets: tuple[str, ...],
+    as_json: bool,
 ) -> int:
     from trajstore.viewer import export_page
 
     with usage_errors(OSError):
         note = export_page(store, path, episodes=episodes or None, exist_ok=replaces, secrets=secrets)
-    sys.stdout.write(f"{printable(path)}: {printable(note)}\n")
+    if as_json:
+        write_json_line({"url": store.url, "file": path, "note": note})
+    else:
+        sys.stdout.write(f"{printable(path)}: {printable(note)}\n")
     return FINE
 
 
-def _announce(viewer: "Viewer", url: str, *, opens: bool) -> None:
-    sys.stdout.write(f"{printable(url)} at {viewer.url}\nCtrl-C ends it.\n")
-    sys.stdout.flush()
+def _announce(viewer: "Viewer", url: str, *, opens: bool, as_json: bool) -> None:
+    if as_json:
+        write_json_line({"url": url, "address": viewer.url})
+    else:
+        sys.stdout.write(f"{printable(url)} at {viewer.url}\nCtrl-C ends it.\n")
+        sys.stdout.flush()
     if opens and (found := graphical_browser()) is not None:
         found.open(viewer.url)
 
