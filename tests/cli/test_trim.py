@@ -48,11 +48,13 @@ def test_without_yes_nothing_goes_and_the_plan_is_shown(root: str, arguments: li
     result = run(command, root, *options, "--yes", "--grace-s", "0")
     assert result.exit_code == 0, result.stderr
     assert contents(root) != before
+    again = run(command, root, *options)
+    assert (again.exit_code, "Nothing to" in again.stdout, "--yes" in again.stdout) == (0, True, False)
 
 
 def test_evict_keeps_the_limit_and_prune_frees_what_checkpoints_held(root: str) -> None:
     result = run("evict", root, "--episodes", 5, "--yes", "--grace-s", 0)
-    assert "Deleted 0 objects and 0 whole streams." in result.stdout  # the checkpoints list them
+    assert "Deleted 0 objects and 0 whole streams;" in result.stdout  # the checkpoints list them
     assert lengths(root) == [8] * 5
     result = run("prune", root, "--name", "old", "--name", "new", "--yes", "--grace-s", 0)
     assert "evicted rows" in result.stdout

@@ -79,6 +79,9 @@ def test_every_step_is_there_once_under_its_name(store: Store, path: str) -> Non
         steps = found.setdefault((ids[stream], int(episode)), [])
         assert t == len(steps)
         steps.append(value)
+    assert [(ids[s], e) for s, e in zip(place[0], place[1], strict=True)] == [
+        store.episodes.key(row) for row in dataset["episode_row"].values.tolist()
+    ]
     known = expected(store, path)
     assert found.keys() == known.keys()
     for key, steps in known.items():

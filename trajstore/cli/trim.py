@@ -50,6 +50,8 @@ def evict_steps(
     Rows that checkpoints list stay stored until these are removed, see 'prune'. A running buffer applies limits
     itself, so the command refuses a store that a session seems to write.
     """
+    if steps is None and episodes is None and size is None and age is None:
+        raise UsageError("evict: give at least one limit: --steps, --episodes, --bytes or --age")
     options = parse_storage_options(storage_option)
 
     def run(is_dry_run: bool) -> EvictReport:
@@ -140,7 +142,7 @@ def _confirmed(
     with usage_errors(), explain_interrupt(lambda: hint):
         report = run(is_dry_run)
     facts: Facts = asdict(report)
-    is_refused = is_dry_run and not dry_run
+    is_refused = is_dry_run and not dry_run and _removes_something(report)
 
     def print_all(console: "Console", shown: Facts) -> None:
         console.print(printable(shown["url"]), soft_wrap=True)
@@ -152,14 +154,22 @@ def _confirmed(
     return UNCONFIRMED if is_refused else FINE
 
 
+def _removes_something(report: EvictReport | PruneReport) -> bool:
+    return bool(report.removed if isinstance(report, PruneReport) else report.n_steps or report.n_episodes)
+
+
 def _print_evicted(console: "Console", facts: Facts) -> None:
     verb = "would be evicted" if facts["is_dry_run"] else "evicted"
     steps, episodes = format_count(facts["n_steps"], "step"), format_count(facts["n_episodes"], "episode")
+    if not facts["n_steps"] and not facts["n_episodes"]:
+        console.print("Nothing to evict: the store keeps the limits.")
+        return
     console.print(f"{steps}, about {format_bytes(facts['n_bytes'])}, {verb}: {episodes} as a whole,")
-    console.print(f"and the beginnings of {facts['n_headless']:,} others.")
+    console.print(f"and the beginning of {format_count(facts['n_headless'], 'other')}.")
     if not facts["is_dry_run"]:
         chunks = format_count(facts["n_chunks_deleted"], "object")
-        console.print(f"Deleted {chunks} and {format_count(facts['n_streams_removed'], 'whole stream')}.")
+        console.print(f"Deleted {chunks} and {format_count(facts['n_streams_removed'], 'whole stream')};")
+        console.print("objects with rows that stay, or that a checkpoint lists, are kept.")
 
 
 def _print_pruned(console: "Console", facts: Facts) -> None:

@@ -196,7 +196,8 @@ class Store:
         The streams follow each other along the dimension ``step``. A variable is a dask array whose chunks hold
         whole stored chunks, so that each of these is read once; nested fields are named ``observation.state``, and
         fields named like a coordinate ``steps.t``. The coordinates ``stream`` (a position in its attribute
-        ``ids``), ``episode`` and ``t`` say which step a row is; they are lazy too.
+        ``ids``), ``episode`` (its number in the stream) and ``t`` say which step a row is; ``episode_row`` is the
+        row of the episode in `episodes`, and tells episodes of different streams apart. They are lazy too.
 
         Args:
             fields: Paths of fields, or names of groups; all by default.

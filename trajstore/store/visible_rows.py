@@ -23,6 +23,7 @@ class RowSpans:
         number: Number of the first row, counted through all spans; one more element, the number of rows.
         stream: Position of the stream that recorded the episode in `Snapshot.names`.
         episode: Number of the episode in that stream.
+        episode_row: Row of the episode in the snapshot's episode table.
         t: t of the first row.
         last_t: t of the episode's final row; -1 if the span does not hold it.
     """
@@ -32,6 +33,7 @@ class RowSpans:
     number: Array
     stream: Array
     episode: Array
+    episode_row: Array
     t: Array
     last_t: Array
 
@@ -66,10 +68,10 @@ class VisibleRows:
         return owner + first, rows
 
     def coordinate(self, name: str, start: int, stop: int) -> Array:
-        """``stream`` (a position in `Snapshot.names`), ``episode``, ``t`` or ``is_final`` of each row."""
+        """``stream`` (a position in `Snapshot.names`), ``episode``, ``episode_row``, ``t`` or ``is_final`` of rows."""
         spans = self.spans
         span, row = self.places(start, stop)
-        if name in ("stream", "episode"):
+        if name in ("stream", "episode", "episode_row"):
             of_span: Array = getattr(spans, name)[span]
             return of_span
         t: Array = spans.t[span] + row - spans.row[span]
@@ -136,6 +138,7 @@ class VisibleRows:
 def _row_spans(joined: EpisodeSpans, final: bool) -> RowSpans:
     columns, n_episodes = joined.columns, len(joined.first)
     spans = joined.span_numbers(np.arange(n_episodes))
+    episode_row = np.repeat(np.arange(n_episodes), joined.last - joined.first + 1)  # the table has this order too
     column = {
         name: columns[name][spans] for name in ("source", "row_start", "row_stop", "stream", "episode", "t_start")
     }
@@ -150,4 +153,4 @@ def _row_spans(joined: EpisodeSpans, final: bool) -> RowSpans:
     number = np.concatenate([[0], np.cumsum(n_rows[order])]).astype(np.int64)
     names = ("source", "row_start", "stream", "episode", "t_start")
     source, row, stream, episode, t = (column[name][order] for name in names)
-    return RowSpans(source, row, number, stream, episode, t, last_t[order])
+    return RowSpans(source, row, number, stream, episode, episode_row[order], t, last_t[order])

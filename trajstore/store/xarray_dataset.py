@@ -17,7 +17,7 @@ from trajstore.store.visible_rows import VisibleRows
 if TYPE_CHECKING:
     import xarray
 
-_COORDINATES = {"stream": "int32", "episode": "int64", "t": "int64"}
+_COORDINATES = {"stream": "int32", "episode": "int64", "t": "int64", "episode_row": "int64"}
 _TAKEN = {"step", "is_final", *_COORDINATES}
 _COORDINATE_ROWS = 1 << 20  # in a dask chunk of a coordinate
 
