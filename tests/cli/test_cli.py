@@ -384,7 +384,10 @@ def test_checkpoints_are_listed(template: Path, url: str) -> None:
 # ---- errors, credentials, colours ----------------------------------------------------------------------
 
 OF_STORES = sorted(cli.COMMANDS.keys() - {"warm-up"})
-MORE = {"show": ("0",), "diff": ("unused",), "copy": ("unused",), "merge": ("unused",)}  # follow the store
+MORE = {
+    **{"show": ("0",), "diff": ("unused",), "copy": ("unused",), "merge": ("unused",), "repair": ("unused",)},
+    **{"split": ("unused=0.5",), "evict": ("--steps", "1")},
+}  # follow the store
 MAKES_STORES = {"bench", "merge"}
 
 
@@ -393,6 +396,12 @@ def test_no_store_is_said_in_one_line(command: str, tmp_path: Path) -> None:
     result = run(command, tmp_path / "nothing", *MORE.get(command, ()))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == f"trajstore: {tmp_path / 'nothing'}: there is no store here\n"
+
+
+def test_a_directory_of_stores_is_said_to_be_one(template: Path) -> None:
+    result = run("info", template.parent)
+    assert result.exit_code == 2
+    assert "there is no store here; it holds the stores store\n" in result.stderr
 
 
 @pytest.mark.parametrize("command", OF_STORES)

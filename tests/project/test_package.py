@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -238,3 +239,31 @@ def test_the_citation_names_this_version() -> None:
     assert {"message", "title", "authors"} <= set(citation)
     assert citation["version"] == trajstore.__version__
     assert citation["license"] == PROJECT["license"]
+
+
+# ---- versions of Python
+
+PARSE = """
+import ast, pathlib, sys, warnings
+warnings.simplefilter("error")
+for path in sorted(pathlib.Path(sys.argv[1]).rglob("*.py")):
+    ast.parse(path.read_text("utf-8"), str(path))
+print(*sys.version_info[:2], sep=".")
+"""
+
+
+def minor_version(name: str) -> int:
+    found = re.match(r"3\.(\d+)", name)
+    return int(found[1]) if found else 0
+
+
+def test_later_versions_of_python_on_this_machine_read_the_code() -> None:
+    """The tests run with one version. Others may have no torch, so only their grammar and warnings are checked."""
+    beside = Path(sys.base_prefix).parent.glob("3.*/bin/python")
+    found = {str(path) for path in beside if minor_version(path.parents[1].name) > sys.version_info[1]}
+    found |= {path for minor in range(12, 20) if (path := shutil.which(f"/usr/bin/python3.{minor}"))}
+    if not found:
+        pytest.skip("this machine has no later version of Python")
+    for python in sorted(found):
+        done = subprocess.run([python, "-c", PARSE, str(PACKAGE)], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{python}: {done.stderr}"

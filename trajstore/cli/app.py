@@ -146,10 +146,15 @@ def _adapt(command: Callable[..., int], name: str) -> Callable[..., None]:
         )
         for p in inspect.signature(command).parameters.values()
     ]
-    run.__name__, run.__doc__ = name, command.__doc__
+    run.__name__, run.__doc__ = name, _in_paragraphs(command.__doc__ or "")
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
+
+
+def _in_paragraphs(text: str) -> str:
+    """The text with one line a paragraph, which the terminal breaks where it ends."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(text).split("\n\n"))
 
 
 def _typer_type(hint: Any) -> Any:

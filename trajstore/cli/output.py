@@ -97,7 +97,8 @@ def format_count(n: int, noun: str) -> str:
 
 
 def format_dtype(field: Facts) -> str:
-    return field["dtype"] + (f"[{','.join(map(str, field['shape']))}]" if field["shape"] else "")
+    shape = f"[{','.join(map(str, field['shape']))}]" if field["shape"] else ""
+    return f"{field['dtype']}{shape}"
 
 
 def format_time(seconds: float | None) -> str:

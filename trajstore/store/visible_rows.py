@@ -68,7 +68,7 @@ class VisibleRows:
         return owner + first, rows
 
     def coordinate(self, name: str, start: int, stop: int) -> Array:
-        """``stream`` (a position in `Snapshot.names`), ``episode``, ``episode_row``, ``t`` or ``is_final`` of rows."""
+        """One of ``stream`` (a position in `Snapshot.names`), ``episode``, ``episode_row``, ``t``, ``is_final``."""
         spans = self.spans
         span, row = self.places(start, stop)
         if name in ("stream", "episode", "episode_row"):
