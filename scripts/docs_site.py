@@ -274,9 +274,11 @@ API = {
     "plots": ("Plots and the viewer", "plot.* viewer.*"),
     "inspection": (
         "Questions about a store",
-        "inspection.episode_queries.query_episodes inspection.downsampling.episode_series"
-        " inspection.field_statistics.field_statistics inspection.doctor.examination.examine"
-        " inspection.differences.compare",
+        "inspection.episode_queries.query_episodes inspection.episode_queries.EpisodeQueries"
+        " inspection.episode_queries.EpisodePage inspection.downsampling.episode_series"
+        " inspection.downsampling.EpisodeSeries inspection.field_statistics.field_statistics"
+        " inspection.field_statistics.FieldStatistics inspection.doctor.examination.examine"
+        " inspection.doctor.finding.Finding inspection.differences.compare inspection.differences.Differences",
     ),
     "drop_ins": (
         "Drop-ins for other libraries",
