@@ -124,6 +124,37 @@ def test_the_median_is_taken_over_the_window_and_by_policy_version(run: tuple[St
     assert np.asarray(by_version.get_ydata()) == pytest.approx(medians)
 
 
+def test_open_episodes_are_points_but_do_not_lower_the_median(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "run") as buffer:
+        for _ in range(10):
+            buffer.add_episode({"observation": np.zeros((5, 1)), "reward": np.ones(4)}, terminated=True)
+        buffer.append({"observation": np.zeros((6, 1)), "reward": np.ones(6)}, envs=6)
+        buffer.flush()
+        axes = draw(plot.returns(buffer, window=5))
+        assert sum(len(points.get_offsets()) for points in axes.collections) == 16
+        (median,) = axes.get_lines()
+        assert np.asarray(median.get_ydata()).tolist() == [4.0] * 10
+        by_length = draw(plot.returns(buffer, over="length"))
+        assert np.asarray(by_length.get_lines()[0].get_xdata()).tolist() == [4.0]
+
+
+def test_open_episodes_alone_are_points_without_a_median(tmp_path: Path) -> None:
+    with ReplayBuffer(tmp_path / "run") as buffer:
+        buffer.append({"observation": np.zeros((6, 1)), "reward": np.ones(6)}, envs=6)
+        buffer.flush()
+        axes = draw(plot.returns(buffer))
+        assert len(axes.collections) == 1
+        assert not axes.get_lines()
+
+
+def test_frames_of_an_episode_without_rewards_have_a_title_without_a_return(tmp_path: Path) -> None:
+    store = trajstore.create(tmp_path / "run")
+    with store.writer() as writer:
+        writer.append_episode({"frame": np.zeros((3, 8, 8), np.uint8)}, truncated=True)
+    store.refresh()
+    assert texts(draw(plot.frames(store))).startswith("frame, episode 0 (3 steps, truncated)")
+
+
 def test_coverage_counts_draws_and_says_what_is_not_stored(run: tuple[Store, list[Any]]) -> None:
     store, drawn = run
     n_steps = int(store.episodes["length"].sum())

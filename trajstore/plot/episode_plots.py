@@ -40,7 +40,7 @@ _DAY = 86400.0
 
 
 def returns(data: TableSource, *, over: str = "steps", window: int | None = None, ax: Axes | None = None) -> Axes:
-    """Draw the return of each episode, and a rolling median.
+    """Draw the return of each episode, and a rolling median of those that have ended.
 
     Thousands of episodes are drawn as their median and the range from the 10th to the 90th percentile.
 
@@ -94,17 +94,25 @@ def _draw(table: EpisodeTable, name: str, title: str, over: str, window: int | N
         return ax
     known = known[np.argsort(at.x[known], kind="stable")]
     x, y = at.x[known], y[known]
+    ends = table["end"][known]
     if len(known) <= _MAX_POINTS:
-        _draw_points(ax, table["end"][known], x, y)
-    if at.is_grouped or 2 * len(np.unique(x)) < len(x):
-        _draw_groups(ax, x, y)
-    else:
-        _draw_trend(ax, x, y, window)
+        _draw_points(ax, ends, x, y)
+    _draw_middle(ax, x[ends != "open"], y[ends != "open"], at, window)
     _set_scale(ax, at)
     if len(known) < len(table):
         finish(ax, f"{title} of {len(known):,} of {len(table):,} episodes", ax.get_xlabel(), title.lower())
     legend(ax)
     return ax
+
+
+def _draw_middle(ax: Axes, x: Array, y: Array, at: _Positions, window: int | None) -> None:
+    """The medians of episodes that have ended: of those that are open, return and length are not known yet."""
+    if not len(x):
+        return
+    if at.is_grouped or 2 * len(np.unique(x)) < len(x):
+        _draw_groups(ax, x, y)
+    else:
+        _draw_trend(ax, x, y, window)
 
 
 def _numbers(table: EpisodeTable, name: str) -> Array:

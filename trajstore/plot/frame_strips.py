@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -86,8 +87,10 @@ def checked_range(n: int, start: int, stop: int | None) -> tuple[int, int]:
     return start, end
 
 
-def _title(row: dict[str, object], path: str) -> str:
-    return f"{path}, episode {row['episode']} ({row['length']} steps, return {row['return']:.4g}, {row['end']})"
+def _title(row: dict[str, Any], path: str) -> str:
+    has_return = math.isfinite(row["return"])  # NaN where the steps have no reward
+    about = f"{row['length']} steps, " + (f"return {row['return']:.4g}, " if has_return else "")
+    return f"{path}, episode {row['episode']} ({about}{row['end']})"
 
 
 def resize(image: Array, height: int, width: int) -> Array:
