@@ -356,7 +356,7 @@ or with {short(sys.executable)}:
   import zarr  # the same store, without trajstore
   zarr.open_group({where!r}, mode="r").tree()
 
-Or open notebooks/explore_a_store.ipynb, with TRAJSTORE_DEMO={files.store.resolve()}"""
+Or open notebooks/2_what_is_in_this_store.ipynb, with TRAJSTORE_DEMO={files.store.resolve()}"""
 
 
 # ---- command line --------------------------------------------------------------------------------------------

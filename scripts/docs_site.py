@@ -30,6 +30,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "examples/README.md": "examples/index.md",
+    "notebooks/README.md": "notebooks/index.md",
 }
 COPIED = ("LICENSE", "CITATION.cff", "examples/*.py")
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)[^\n]*\n.*?^(?P=indent)(?P=ticks) *$", re.M | re.S)
@@ -38,6 +39,7 @@ LINK = re.compile(r"(\]\(\s*<?)([^)\s>]+)(>?[^)]*\))")
 PICTURE = re.compile(r"^!\[([^\]]*)\]\((pictures/[\w-]+\.svg)\)$", re.M)
 LIST_ITEM = re.compile(r" *([-*]|\d+\.) ")
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/svg+xml", "image/gif")
+ALT = "The picture that the code above draws"
 
 _markdown: dict[str, str] = {}  # of the pages of this build
 _nav: list[Navigation] = []
@@ -54,7 +56,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             _add(files, config, path.relative_to(ROOT).as_posix(), path.read_text("utf-8"))
     for path in notebooks():
         _add(files, config, f"notebooks/{path.stem}.md", notebook_page(path))
-    _add(files, config, "notebooks/index.md", notebook_index())
     _add(files, config, "reference/cli.md", cli_page())
     for name, text in api_pages().items():
         _add(files, config, f"reference/{name}.md", text)
@@ -77,7 +78,7 @@ def source_of(page: str) -> str:
     for source, target in PAGES.items():
         if target == page:
             return source
-    return page if page.startswith("notebooks/") else f"docs/{page}"
+    return re.sub(r"\.md$", ".ipynb", page) if page.startswith("notebooks/") else f"docs/{page}"
 
 
 def place_on_site(source: str) -> str:
@@ -95,9 +96,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if here.startswith("reference/"):
         _markdown[here] = markdown
         return markdown
-    markdown = outside_code(markdown, lambda prose: with_blank_lines(_with_links(prose, here)))
-    _markdown[here] = markdown
-    return PICTURE.sub(_inlined, markdown)
+    source = ROOT / source_of(here)
+    texts = [markdown, notebook_page(source, is_rich=False)] if source.suffix == ".ipynb" else [markdown]
+    texts = [outside_code(text, lambda prose: with_blank_lines(_with_links(prose, here))) for text in texts]
+    _markdown[here] = texts[-1]
+    return PICTURE.sub(_inlined, texts[0])
 
 
 def outside_code(text: str, change: Callable[[str], str], code: Callable[[str], str] = str) -> str:
@@ -152,43 +155,39 @@ def _inlined(match: re.Match[str]) -> str:
 # ---- notebooks
 
 
-def notebook_index() -> str:
-    """A page that lists the notebooks by their titles."""
-    lines = [f"- [{title(notebook_page(path))}]({path.stem}.md)" for path in notebooks()]
-    about = (
-        "Each notebook answers one question. They are in the folder `notebooks` of the repository, and run in CI."
-    )
-    return "\n".join(["# Notebooks", "", about, "", *lines, ""])
-
-
-def notebook_page(path: Path) -> str:
-    """The cells of a notebook as Markdown, with the outputs that are kept in it."""
+def notebook_page(path: Path, *, is_rich: bool = True) -> str:
+    """The cells of a notebook as Markdown, with the outputs that are kept in it; plain ones for language models."""
     cells = json.loads(path.read_text("utf-8"))["cells"]
-    return "\n\n".join(part for cell in cells for part in _cell(cell)) + "\n"
+    return "\n\n".join(part for cell in cells for part in _cell(cell, is_rich)) + "\n"
 
 
-def _cell(cell: dict[str, Any]) -> Iterator[str]:
+def _cell(cell: dict[str, Any], is_rich: bool) -> Iterator[str]:
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         yield source
     elif cell["cell_type"] == "code":
         yield f"```python\n{source}\n```"
         for output in cell.get("outputs", []):
-            yield from _output(output)
+            yield from _rich(output) if is_rich else _plain(output)
 
 
-def _output(output: dict[str, Any]) -> Iterator[str]:
+def _rich(output: dict[str, Any]) -> Iterator[str]:
     data = output.get("data", {})
     for kind in IMAGE_TYPES:
         if kind in data:
-            yield f'<img alt="" src="data:{kind};base64,{"".join(data[kind]).strip()}">'
+            yield f'<img alt="{ALT}" src="data:{kind};base64,{"".join(data[kind]).strip()}">'
             return
+    if "text/html" in data:
+        html = re.sub(r"\n\s*\n", "\n", "".join(data["text/html"]).strip())
+        yield f'<div class="output">{html}</div>'
+    else:
+        yield from _plain(output)
+
+
+def _plain(output: dict[str, Any]) -> Iterator[str]:
+    data = output.get("data", {})
     if text := "".join(output.get("text", data.get("text/plain", ""))).rstrip():
         yield f"```text\n{text}\n```"
-
-
-def title(markdown: str) -> str:
-    return re.search(r"^# (.+)$", markdown, re.M)[1]  # type: ignore[index]
 
 
 # ---- the references

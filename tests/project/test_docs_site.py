@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -108,7 +109,11 @@ def test_examples_and_notebooks_can_be_read_on_the_site(site: Path) -> None:
     assert 'href="td3_vector.py"' in read(site, "examples")
     assert (site / "examples/td3_vector.py").read_text() == (ROOT / "examples/td3_vector.py").read_text()
     for path in docs_site.notebooks():
-        assert "<code>" in read(site, f"notebooks/{path.stem}")
+        page = read(site, f"notebooks/{path.stem}")
+        assert "<code>" in page
+        assert 'src="data:image/png' in page
+        assert f'href="{path.stem}/"' in read(site, "notebooks").replace("../notebooks/", "")
+        assert "data:image" not in (site / f"notebooks/{path.stem}.md").read_text("utf-8")
 
 
 def test_llms_txt_lists_pages_that_exist(site: Path) -> None:
@@ -131,11 +136,12 @@ def test_llms_txt_lists_pages_that_exist(site: Path) -> None:
         ("CHANGELOG.md", "index.md", "changelog.md"),
         ("../README.md#more", "lerobot.md", "index.md#more"),
         ("../examples/td3_vector.py", "cleanrl.md", "examples/td3_vector.py"),
-        ("../notebooks/explore_a_store.ipynb", "reading.md", "notebooks/explore_a_store.md"),
+        ("../notebooks/1_quickstart.ipynb", "reading.md", "notebooks/1_quickstart.md"),
         ("td3_vector.py", "examples/index.md", "td3_vector.py"),
         ("../format.md", "decisions/017-marks-of-a-stream.md", "../format.md"),
         ("001-one-stream-per-writer.md", "decisions/README.md", "001-one-stream-per-writer.md"),
-        ("../docs/reading.md", "notebooks/explore_a_store.md", "../reading.md"),
+        ("../docs/reading.md", "notebooks/1_quickstart.md", "../reading.md"),
+        ("1_quickstart.ipynb", "notebooks/index.md", "1_quickstart.md"),
         ("#here", "index.md", "#here"),
         ("https://x.org/README.md", "index.md", "https://x.org/README.md"),
     ],
@@ -156,4 +162,13 @@ def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path: Path) -> None:
     path.write_text(f'{{"cells": [{{"cell_type": "markdown", "source": ["# A\\n", "b"]}}, {code}]}}')
     page = docs_site.notebook_page(path)
     assert page.startswith("# A\nb\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n\n<img")
-    assert docs_site.title(page) == "A"
+    assert docs_site.notebook_page(path, is_rich=False) == "# A\nb\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n"
+
+
+def test_a_table_of_a_notebook_is_a_table_on_the_page_and_text_for_language_models(tmp_path: Path) -> None:
+    data = {"text/html": ["<table>\n", "\n", "</table>"], "text/plain": ["a  b"]}
+    cell = {"cell_type": "code", "source": ["table"], "outputs": [{"output_type": "execute_result", "data": data}]}
+    path = tmp_path / "a.ipynb"
+    path.write_text(json.dumps({"cells": [cell]}))
+    assert '<div class="output"><table>\n</table></div>' in docs_site.notebook_page(path)
+    assert "```text\na  b\n```" in docs_site.notebook_page(path, is_rich=False)
