@@ -42,10 +42,16 @@ def table() -> EpisodeTable:
         ("-seed", [0, 1, 2, 3, 4, 5]),
         ("-row", [5, 4, 3, 2, 1, 0]),
         ("end,stream", [0, 1, 2, 3, 4, 5]),
+        ("task,-return,-task,return" + ",task" * 100, [5, 1, 3, 0, 2, 4]),
     ],
 )
 def test_episodes_are_sorted_by_any_columns(table: EpisodeTable, sort: str, rows: list[int]) -> None:
     assert query_episodes(table, sort=sort).rows.tolist() == rows
+
+
+def test_too_many_columns_to_sort_by_are_refused(table: EpisodeTable) -> None:
+    with pytest.raises(DataError, match="sort: 17 columns; at most 16"):
+        query_episodes(table, sort=",".join(f"metadata.key{i}" for i in range(17)))
 
 
 def test_a_page_is_a_part_of_what_matches(table: EpisodeTable) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
 import uuid
 
 import numpy as np
@@ -55,6 +57,14 @@ def found(columns: EpisodeColumns, text: str) -> list[int]:
         ("(length == 1 or length == 3) and end == terminated", [1, 3]),
         ("length in (2, 4, 17)", [2, 4]),
         ("length not in (2, 4)", [1, 3, 5, 6]),
+        ("length in (2.0, 4.5, 1e999, " + "9" * 290 + ", 2)", [2]),
+        ("score in (2, 2.5, inf)", [4, 5]),
+        ("score in (1.5, " + "9" * 290 + ")", [3]),
+        ("score == " + "9" * 290, []),
+        ("length in (2, score)", [2]),
+        ("task in ('pick 2', 5, \"pick 6\")", [2, 6]),
+        ("is-good in (true, 7)", [5, 6]),
+        ("time in (2020-01-01, 5)", []),
         ("end in (truncated, aborted)", [2, 4, 6]),
         ("task contains 'PICK 2'", [2]),
         ('task == "pick 6"', [6]),
@@ -100,6 +110,9 @@ def test_a_filter_finds_the_episodes_that_it_describes(
         ("length", "'length' is no truth value"),
         ("return == 'a lot'", "'return' holds numbers"),
         ("end == terminatd", "'end' is one of open, terminated"),
+        ("end in (open, terminatd)", "'end' is one of open, terminated"),
+        ("length in (2, 'a')", "'length' holds numbers"),
+        ("length == " + "9" * 5000, "a number of 5,000 digits"),
         ("end == length", "can't be compared"),
         ("length contains 3", "needs a column of text"),
         ("time > yesterday", "expected seconds or a date"),
@@ -125,6 +138,37 @@ def test_a_nan_satisfies_no_comparison_and_is_null() -> None:
     columns = EpisodeColumns(store.refresh().episodes)
     assert found(columns, "return is null") == [1]
     assert found(columns, "return != 5") == [2]
+
+
+@pytest.fixture(scope="module")
+def many() -> EpisodeColumns:
+    """Of 20,000 episodes of one step."""
+    store = trajstore.create(f"memory://filters-{uuid.uuid4().hex}")
+    with store.writer(commit_seconds=None) as writer:
+        steps = {"reward": np.arange(20_000, dtype=np.float32)[None]}
+        writer.append_rollout(steps, terminated=np.ones((1, 20_000), bool))
+    return EpisodeColumns(store.refresh().episodes)
+
+
+@pytest.mark.parametrize(
+    "text", [" or ".join(["length == 3"] * 600), f"not length in ({', '.join(map(str, range(2, 1500)))})"]
+)
+def test_a_long_filter_takes_memory_for_one_condition_at_a_time(many: EpisodeColumns, text: str) -> None:
+    matches(many, "length == 1")
+    tracemalloc.start()
+    try:
+        assert matches(many, text).sum() == (0 if "or" in text else 20_000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 * len(many.table)
+
+
+def test_columns_of_free_metadata_are_not_all_kept(many: EpisodeColumns) -> None:
+    for i in range(40):
+        assert matches(many, f"metadata.key{i} is null").all()
+    kept = sum(sys.getsizeof(column.values) for column in many._columns.values())
+    assert kept < 20 * 8 * len(many.table)
 
 
 def test_parsing_looks_nothing_up() -> None:

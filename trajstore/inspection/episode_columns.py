@@ -19,6 +19,7 @@ Kind = Literal["number", "truth", "text"]
 FREE_PREFIX = "metadata."  # before a key of free metadata
 ROW = "row"  # the position of an episode in its table
 _N_ASKED = 1000  # episodes whose metadata are searched for a name that is no column
+_KEPT_FREE = 16  # columns of free metadata; others are computed again when they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ class Column:
 class EpisodeColumns:
     """The columns of an episode table, each computed when it is first asked for, and kept.
 
+    Of free metadata, whose keys have no limit, the last few that were asked for are kept.
+
     Besides the table's own columns and summaries, there are ``row``, the position in the table, and
     ``metadata.KEY``, a key of the episodes' free metadata.
     """
@@ -69,11 +72,14 @@ class EpisodeColumns:
         return name in self.names or (name.startswith(FREE_PREFIX) and len(name) > len(FREE_PREFIX))
 
     def __getitem__(self, name: str) -> Column:
-        if name not in self._columns:
-            if name not in self:
-                raise self.unknown(name)
-            self._columns[name] = self._column(name)
-        return self._columns[name]
+        if name not in self._columns and name not in self:
+            raise self.unknown(name)
+        column = self._columns.pop(name, None) or self._column(name)
+        self._columns[name] = column  # the last one that was asked for
+        free = [kept for kept in self._columns if kept not in self.names]
+        for kept in free[:-_KEPT_FREE]:
+            del self._columns[kept]
+        return column
 
     def unknown(self, name: str) -> DataError:
         """The error for a name that is no column."""

@@ -13,6 +13,7 @@ from trajstore.inspection.episode_columns import EpisodeColumns
 from trajstore.inspection.filters import matches
 from trajstore.schema import Array
 
+MAX_SORT_KEYS = 16  # columns; each takes memory for all episodes
 _KEPT_ORDERS = 4  # of different queries, 8 bytes an episode each
 
 
@@ -60,7 +61,7 @@ class EpisodeQueries:
             limit: How many to return at most; None: all.
 
         Raises:
-            DataError: The filter is malformed, or a column does not exist.
+            DataError: The filter is malformed, a column does not exist, or there are more than 16 to sort by.
             ValueError: ``offset`` or ``limit`` is negative.
         """
         for name, value in (("offset", offset), ("limit", limit)):
@@ -82,8 +83,15 @@ class EpisodeQueries:
         return self._orders[key]
 
     def _find(self, where: str, sort: str) -> Array:
-        keys = [_parse_sort_key(part) for part in sort.split(",")] if sort else []
-        columns = [(self.columns[name], is_downwards) for name, is_downwards in keys]  # raises before any work
+        keys: dict[str, bool] = {}
+        for part in sort.split(",") if sort else ():
+            name, is_downwards = _parse_sort_key(part)
+            keys.setdefault(name, is_downwards)  # a column that comes again changes nothing
+        if len(keys) > MAX_SORT_KEYS:
+            raise DataError(f"sort: {len(keys):,} columns; at most {MAX_SORT_KEYS}")
+        columns = [
+            (self.columns[name], is_downwards) for name, is_downwards in keys.items()
+        ]  # raises before any work
         chosen = np.flatnonzero(matches(self.columns, where))
         levels: list[Array] = []
         for column, is_downwards in columns:

@@ -19,6 +19,7 @@ from trajstore.errors import DataError
 COMPARISONS = ("==", "!=", "<=", ">=", "<", ">")
 MAX_LENGTH = 10_000  # characters of a filter
 MAX_DEPTH = 64  # brackets and negations inside each other
+MAX_DIGITS = 300  # of a number; more do not fit in a float
 _KEYWORDS = frozenset({"and", "or", "not", "in", "is", "null", "contains", "true", "false"})
 _TOKEN = re.compile(
     r"""\s*(?:
@@ -276,6 +277,8 @@ class _Parser:
 def _as_operand(token: _Token) -> Operand | None:
     match token.kind:
         case "number":
+            if len(token.value) > MAX_DIGITS:
+                raise DataError(f"a number of {len(token.value):,} digits; at most {MAX_DIGITS:,}")
             return Number(float(token.value) if re.search(r"[.eE]", token.value) else int(token.value))
         case "text":
             return Text(token.value)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from functools import reduce
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -53,9 +55,9 @@ class _Evaluation:
         found: Array
         match condition:
             case syntax.All(parts):
-                found = np.logical_and.reduce([self(part) for part in parts])
+                found = reduce(np.logical_and, map(self, parts))
             case syntax.Any(parts):
-                found = np.logical_or.reduce([self(part) for part in parts])
+                found = reduce(np.logical_or, map(self, parts))
             case syntax.Not(inner):
                 found = ~self(inner)
             case _:
@@ -69,14 +71,26 @@ class _Evaluation:
             case syntax.Comparison(sign, left, right):
                 return self._compare(sign, left, right)
             case syntax.IsIn(column, values):
-                found: Array = np.logical_or.reduce([self._compare("==", column, value) for value in values])
-                return found
+                return self._is_among(column, values)
             case syntax.Contains(column, text):
                 return self._contains(column, text)
             case syntax.IsNull(operand):
                 return self._column(operand).is_missing
             case syntax.IsTrue(operand):
                 return self._is_true(operand)
+
+    def _is_among(self, operand: syntax.Operand, values: Iterable[syntax.Operand]) -> Array:
+        values = dict.fromkeys(values)
+        if self._is_column(operand) and not any(map(self._is_column, values)):
+            column = self._columns[operand.name]
+            if column.labels is not None:
+                texts = {self._text_of(column, operand.name, value) for value in values}
+                return _of_labels(column, texts.__contains__)
+            numbers = [value.value for value in values if isinstance(value, syntax.Number)]
+            if len(numbers) == len(values) and column.kind == "number":
+                return np.isin(column.values, _as_dtype(numbers, column.values.dtype)) & ~column.is_missing
+        found: Array = reduce(np.logical_or, (self._compare("==", operand, value) for value in values))
+        return found
 
     def _compare(self, sign: str, left: syntax.Operand, right: syntax.Operand) -> Array:
         if self._is_column(left) and self._is_column(right):
@@ -95,11 +109,10 @@ class _Evaluation:
         column = self._columns[name]
         if column.labels is None:
             value = self._number(name, column, operand)
-            found: Array = _OPERATORS[sign](column.values, value) & ~column.is_missing
+            with np.errstate(over="ignore"):  # a number that is too large for the column is infinite
+                found: Array = _OPERATORS[sign](column.values, value) & ~column.is_missing
             return found
-        text = self._text(operand)
-        if column.choices is not None and text not in column.choices:
-            raise DataError(f"'{name}' is one of {', '.join(column.choices)}, never {text!r:.80}")
+        text = self._text_of(column, name, operand)
         return _of_labels(column, lambda label: _OPERATORS[sign](label, text))
 
     def _contains(self, operand: syntax.Operand, part: syntax.Operand) -> Array:
@@ -127,7 +140,7 @@ class _Evaluation:
     def _number(self, name: str, column: Column, operand: syntax.Operand) -> int | float | bool:
         match operand:
             case syntax.Number(value) | syntax.Truth(value):
-                return value
+                return float(value) if column.values.dtype.kind == "f" else value
             case syntax.Text(text) | syntax.Word(text) if name == _TIME:
                 return _seconds(text)
             case syntax.Word(text) if text.lower() in ("inf", "+inf", "-inf"):
@@ -136,6 +149,12 @@ class _Evaluation:
                 raise self._columns.unknown(text)
         kind = "numbers" if column.kind == "number" else "truth values"
         raise DataError(f"'{name}' holds {kind}, so it can't be compared with text")
+
+    def _text_of(self, column: Column, name: str, operand: syntax.Operand) -> str:
+        text = self._text(operand)
+        if column.choices is not None and text not in column.choices:
+            raise DataError(f"'{name}' is one of {', '.join(column.choices)}, never {text!r:.80}")
+        return text
 
     def _text(self, operand: syntax.Operand) -> str:
         match operand:
@@ -152,6 +171,15 @@ def _of_labels(column: Column, test: Callable[[str], bool]) -> Array:
     passed = np.fromiter((test(label) for label in column.labels), bool, len(column.labels))
     found: Array = passed[column.values] & ~column.is_missing if len(passed) else ~column.is_missing
     return found
+
+
+def _as_dtype(numbers: Iterable[int | float], dtype: np.dtype[Any]) -> Array:
+    """Those of some numbers that a column of this dtype can hold."""
+    if dtype.kind == "f":
+        greatest = float(np.finfo(dtype).max)
+        return np.array([x for x in numbers if abs(x) <= greatest or abs(x) == math.inf], dtype)
+    limits = np.iinfo(dtype)
+    return np.array([int(x) for x in numbers if limits.min <= x <= limits.max and x == int(x)], dtype)
 
 
 def _compare_columns(sign: str, left: Column, right: Column) -> Array:
