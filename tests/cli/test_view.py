@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -95,6 +96,27 @@ def test_a_browser_of_the_terminal_is_not_opened(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(view.webbrowser, "get", none)
     assert view.graphical_browser() is None
+
+
+def test_the_token_is_not_in_the_arguments_of_the_browser(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    class Found:
+        name = "firefox"
+
+        def open(self, address: str) -> None:
+            opened.append(address)
+
+    monkeypatch.setattr(view.webbrowser, "get", Found)
+    with trajstore.viewer.Viewer(trajstore.open(url)) as viewer, contextlib.ExitStack() as stack:
+        view.announce(viewer, url, stack)
+        token = Client(viewer.url).token
+        assert opened
+        assert token not in opened[0]
+        file = Path(opened[0].removeprefix("file://"))
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert token in file.read_text("utf-8")
+    assert not file.exists()
 
 
 def test_without_its_server_the_extra_is_named() -> None:

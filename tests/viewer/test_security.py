@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +16,7 @@ import pytest
 import trajstore
 from tests.support.viewed import Client, fill
 from trajstore.errors import ClosedError, StorageError
-from trajstore.viewer import Viewer
+from trajstore.viewer import Viewer, connections, overview
 from trajstore.viewer.access import Access
 from trajstore.viewer.page import exported_page
 
@@ -126,6 +129,59 @@ def test_errors_show_no_credentials(viewer: Viewer, client: Client) -> None:
     assert answer.status == 400
     assert b"top-secret" not in answer.body
     assert client.token not in repr(viewer)
+
+
+def test_a_client_that_sends_nothing_or_half_a_request_loses_its_connection(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "REQUEST_S", 0.3)
+    whole = f"GET / HTTP/1.1\r\nHost: {client.host}:{client.port}\r\n\r\n".encode()
+    for sent in (b"", b"GET / HTTP/1.1\r\nHost:", whole + whole[:10]):
+        with socket.create_connection((client.host, client.port), timeout=20) as late:
+            late.sendall(sent)
+            with contextlib.suppress(ConnectionResetError):
+                while late.recv(1 << 16):
+                    pass
+
+
+def test_an_error_inside_is_logged_without_secrets_and_control_characters(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("\x1b]0;mine\x07 top-secret")
+
+    monkeypatch.setattr(overview, "streams", fail)
+    with caplog.at_level(logging.ERROR):
+        answer = client.ask("streams")
+    assert (answer.status, answer.json["kind"]) == (500, "internal")
+    assert "RuntimeError" in caplog.text
+    assert "top-secret" not in caplog.text
+    assert not re.search("[\x1b\x07]", caplog.text)
+
+
+def test_the_end_does_not_wait_for_a_slow_answer_and_logs_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> dict[str, int]:
+        asked.set()
+        ended.wait(60)
+        return {}
+
+    monkeypatch.setattr(overview, "streams", slow)
+    monkeypatch.setattr(connections, "ENDING_S", 0.1)
+    found: list[int] = []
+    with caplog.at_level(logging.WARNING):
+        with Viewer(trajstore.create("memory://viewed-slow")) as viewer:
+            client = Client(viewer.url)
+            asking = threading.Thread(target=lambda: found.append(client.ask("streams").status))
+            asking.start()
+            assert asked.wait(30)
+        asking.join(30)
+        ended.set()
+    assert found == [503]
+    assert caplog.text == ""
 
 
 def test_it_listens_on_this_machine_only(viewer: Viewer, client: Client) -> None:

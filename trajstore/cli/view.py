@@ -1,7 +1,13 @@
 """The command ``view``: show a store in the browser, or write the page to a file."""
 
+import contextlib
+import html
+import os
 import sys
+import tempfile
 import webbrowser
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import trajstore
@@ -69,8 +75,9 @@ def view(
     from trajstore.viewer import Viewer  # its server may not be installed
 
     viewer = Viewer(store, port=port, secrets=secrets)
-    opens = browser and sys.stdout.isatty() and not as_json
-    viewer.run(lambda: _announce(viewer, store.url, opens=opens, as_json=as_json))
+    with contextlib.ExitStack() as opened:
+        opens = browser and sys.stdout.isatty() and not as_json
+        viewer.run(lambda: announce(viewer, store.url, opened if opens else None, as_json=as_json))
     sys.stderr.write("\n")
     return FINE
 
@@ -105,14 +112,30 @@ def _export(
     return FINE
 
 
-def _announce(viewer: "Viewer", url: str, *, opens: bool, as_json: bool) -> None:
+def announce(viewer: "Viewer", url: str, opened: contextlib.ExitStack | None, *, as_json: bool = False) -> None:
+    """Print the address; also open it in the browser, until ``opened`` is closed."""
     if as_json:
         write_json_line({"url": url, "address": viewer.url})
     else:
         sys.stdout.write(f"{printable(url)} at {viewer.url}\nCtrl-C ends it.\n")
         sys.stdout.flush()
-    if opens and (found := graphical_browser()) is not None:
-        found.open(viewer.url)
+    if opened is not None and (found := graphical_browser()) is not None:
+        found.open(opened.enter_context(redirecting_file(viewer.url)))
+
+
+@contextlib.contextmanager
+def redirecting_file(url: str) -> Iterator[str]:
+    """The address of a file that leads a browser to a URL, and that only this user can read.
+
+    The arguments of a process are seen by all users of a machine, so a browser must not be started with the token.
+    """
+    descriptor, path = tempfile.mkstemp(prefix="trajstore-view-", suffix=".html")  # mode 600
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(f'<!doctype html><meta http-equiv="refresh" content="0;url={html.escape(url)}">')
+        yield Path(path).as_uri()
+    finally:
+        Path(path).unlink(missing_ok=True)
 
 
 def graphical_browser() -> webbrowser.BaseBrowser | None:

@@ -4,6 +4,7 @@ serving         `Viewer`, which serves the page on 127.0.0.1
 export          `export_page`, which writes it as one file
 application     the paths that are served, and how errors are answered
 access          who may ask
+connections     clients that are slow, and the end of the server
 live_view       the store as it was last read, and what was computed from it
 overview        facts and plots of the whole store
 run_history     sessions and checkpoints as the rows of a graph

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
@@ -179,7 +181,7 @@ def application(view: LiveView, access: Access, secrets: tuple[str, ...] = ()) -
             except TrajstoreError as error:
                 return _error(error, view, secrets)
             except Exception:
-                _log.exception("a question of the viewer failed")
+                _log.error("a question of the viewer failed\n%s", _printable(traceback.format_exc(), secrets))
                 return _json({"error": "internal error; the log has more", "kind": "internal"}, 500)
             return found if isinstance(found, Response) else _json(found)
 
@@ -202,6 +204,12 @@ def _error(error: TrajstoreError, view: LiveView, secrets: tuple[str, ...]) -> R
     if status == 409:
         view.refresh(at_once=True)  # what was asked for is gone; the next question gets the newest snapshot
     return _json({"error": redacted(str(error), secrets), "kind": kind}, status)
+
+
+def _printable(text: str, secrets: tuple[str, ...]) -> str:
+    """Text for a log: text of a store in it must not control the terminal."""
+    plain = (c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return redacted("".join(plain), secrets)
 
 
 def _json(value: Answer, status: int = 200) -> Response:
@@ -235,7 +243,11 @@ class Guard:
 
         refusal = self._refusal(scope)
         answer = self._inner if refusal is None else Response(refusal[1], refusal[0], media_type="text/plain")
-        await answer(scope, receive, guarded)
+        try:
+            await answer(scope, receive, guarded)
+        except asyncio.CancelledError:  # the server ends
+            with contextlib.suppress(Exception):
+                await Response("the viewer has ended", 503, media_type="text/plain")(scope, receive, guarded)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         headers = Headers(scope=scope)

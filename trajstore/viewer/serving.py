@@ -17,12 +17,14 @@ try:
     import uvicorn
 
     from trajstore.viewer.application import application
+    from trajstore.viewer.connections import Connection, Server
 except ImportError as error:
     raise MissingExtraError(
         "trajstore.viewer needs starlette and uvicorn: pip install 'trajstore[viewer]'"
     ) from error
 
 _START_S = 10.0
+_MAX_CONNECTIONS = 128
 
 
 class Viewer:
@@ -49,16 +51,17 @@ class Viewer:
         self.view = LiveView(store)
         config = uvicorn.Config(
             application(self.view, self._access, secrets),
+            http=Connection,
             log_config=None,
             access_log=False,
             server_header=False,
             date_header=False,
             lifespan="off",
             ws="none",
-            limit_concurrency=64,
+            limit_concurrency=_MAX_CONNECTIONS,
             timeout_graceful_shutdown=1,
         )
-        self._server = uvicorn.Server(config)
+        self._server = Server(config)
         self._thread: threading.Thread | None = None
 
     @property
