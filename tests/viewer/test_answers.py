@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,31 @@ def test_the_history_shows_where_a_session_left_another(client: Client) -> None:
     assert [node["parent"] for node in nodes] == [None, 0, 1, 1]
     assert len({node["lane"] for node in nodes}) == 2
     assert [node.get("abandoned_rows", 0) > 0 for node in nodes] == [True, False, False, False]
+
+
+def test_sessions_after_each_other_share_lanes(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    buffer = ReplayBuffer(url, schema={"x": Field("float32")}, fsync=False)
+    for i in range(4):
+        buffer.add_episode({"x": np.zeros(3, np.float32)}, terminated=True)
+        name = buffer.save_checkpoint(f"c{i}", wait=True)
+        buffer.close()
+        buffer = ReplayBuffer.resume(url, name, fsync=False)
+    buffer.close()
+    with Viewer(trajstore.open(url)) as viewer:
+        history = Client(viewer.url).json("history")
+    assert [node["world"] for node in history["nodes"]] == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    assert [node["lane"] for node in history["nodes"]] == [0, 0, 1, 1, 0, 0, 1, 1, 0]
+    assert history["n_lanes"] == 2
+
+
+def test_times_and_whole_numbers_are_exact(client: Client) -> None:
+    plots = client.json("plots")
+    rows = client.json("episodes", n=200)["rows"]
+    assert plots["times"] == pytest.approx(sorted(row["time"] for row in rows), rel=0, abs=0.01)
+    lengths = plots["histograms"]["length"]
+    assert (lengths["is_whole"], lengths["low"], lengths["high"], len(lengths["counts"])) == (True, 20, 30, 10)
+    assert lengths["counts"] == [N // 10] * 10
 
 
 def test_the_table_is_filtered_sorted_and_paged(client: Client) -> None:
@@ -230,6 +256,42 @@ def test_a_damaged_chunk_is_named_where_its_series_would_be(tmp_path: Path) -> N
         assert (answer.status, answer.json["kind"]) == (422, "damaged")
         assert "reward" in answer.json["error"]
         assert client.ask("series", path="action", **key(client, 2)).status == 200
+
+
+def test_a_damaged_column_of_episodes_leaves_the_others(tmp_path: Path) -> None:
+    url = tmp_path / "store"
+    with Viewer(fill(str(url), 8)) as viewer:
+        client = Client(viewer.url)
+        for path in (url / "streams").glob("*/spans/text/c*"):
+            path.write_bytes(b"\0" * path.stat().st_size)
+        answer = client.json("episodes")
+        assert "spans/text" in answer["damaged"]["task"]
+        assert [(row["task"], row["score"]) for row in answer["rows"]] == [(None, i / 10) for i in range(8)]
+
+
+def test_a_store_that_is_removed_is_said_to_be_gone(tmp_path: Path) -> None:
+    url = tmp_path / "store"
+    with Viewer(fill(str(url), 8)) as viewer:
+        client = Client(viewer.url)
+        viewer.view.refresh_s = 0
+        n = client.json("plots")["n_episodes"]
+        shutil.rmtree(url)
+        assert "the store was removed or moved" in client.json("version")["problem"]
+        assert client.json("plots")["n_episodes"] == n
+
+
+def test_large_results_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "_KEPT_BYTES", 1000)
+    moment = live_view.Moment(1, trajstore.create("memory://viewed-kept").snapshot, ())
+    computed = []
+
+    def compute(name: str) -> np.ndarray:
+        computed.append(name)
+        return np.zeros(60)
+
+    for name in ("a", "b", "b", "c", "c", "a"):  # 480 bytes each
+        moment.keep(name, lambda name=name: compute(name))
+    assert computed == ["a", "b", "c", "a"]
 
 
 def test_a_checkpoint_is_shown_as_it_was(tmp_path: Path) -> None:

@@ -35,6 +35,20 @@ return [...document.querySelectorAll("main *, header *")]
   .filter(([ratio]) => ratio < 4.5);
 """
 
+GRAPHICS = (
+    CONTRAST.partition("const behind")[0]
+    + """
+const rgb = (name) => viewer.colour(name).match(/[0-9a-f]{2}/gi).map((digits) => parseInt(digits, 16));
+const surface = luminance(rgb("surface"));
+const lines = [0, 1, 2, 3, 4, 5].map((i) => `line${i}`);
+const ends = ["terminated", "truncated", "cut", "aborted", "open"].map((end) => `end-${end}`);
+return ["bar", "edge", "cursor", "accent", ...lines, ...ends].filter((name) => {
+  const own = luminance(rgb(name));
+  return (Math.max(own, surface) + 0.05) / (Math.min(own, surface) + 0.05) < 3;
+});
+"""
+)
+
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
@@ -111,6 +125,11 @@ def test_from_the_overview_to_a_step_of_an_episode(browser: Browser, viewer: Vie
     assert all(url.startswith((origin, "data:", "blob:", "about:")) for url in browser.requested())
 
 
+def test_an_unknown_address_leads_to_the_overview(browser: Browser, viewer: Viewer) -> None:
+    browser.open(f"{viewer.url}#/constructor")
+    browser.wait("location.hash === '#/overview' && document.querySelectorAll('.tile').length === 6")
+
+
 def test_charts_zoom_and_play(browser: Browser, viewer: Viewer) -> None:
     browser.open(f"{viewer.url}#/episodes?sort=-length")
     browser.click(f"{ROWS} a")
@@ -172,6 +191,7 @@ def test_text_has_contrast(browser: Browser, viewer: Viewer, dark: bool) -> None
     background = browser.run("return getComputedStyle(document.documentElement).backgroundColor")
     assert (sum(map(int, background.strip("rgba()").split(",")[:3])) < 200) == dark
     assert browser.run(CONTRAST) == []
+    assert browser.run(GRAPHICS) == []
     browser.run("location.hash = '#/episodes'")
     browser.wait(f"document.querySelectorAll('{ROWS}').length === 50")
     assert browser.run(CONTRAST) == []
@@ -186,12 +206,17 @@ def test_a_narrow_screen_needs_no_scrolling_sideways(browser: Browser, viewer: V
     browser.open(viewer.url)
     browser.wait("document.querySelectorAll('.sizes li').length === 5")
     assert browser.run(fits)
+    assert browser.run("return document.querySelector('header').offsetHeight") < 60  # one line
     browser.run("location.hash = '#/episodes'")
     browser.wait(f"document.querySelectorAll('{ROWS}').length === 50")
     assert browser.run(fits)
     browser.run("document.querySelector('.episodes tbody a').click()")
     browser.wait("document.querySelector('.frame')?.dataset.step === '0'")
     assert browser.run(fits)
+    tops = (
+        "return ['.stage', '.charts', '.about'].map((s) => document.querySelector(s).getBoundingClientRect().top)"
+    )
+    assert sorted(browser.run(tops)) == browser.run(tops)
 
 
 def test_the_focus_can_be_seen_and_everything_has_a_name(browser: Browser, viewer: Viewer) -> None:

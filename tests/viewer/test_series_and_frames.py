@@ -14,7 +14,7 @@ from PIL import Image
 from trajstore import DataError, Field
 from trajstore.viewer import series
 from trajstore.viewer.frames import MAX_PIXELS, is_frames, render
-from trajstore.viewer.json_numbers import to_json
+from trajstore.viewer.json_numbers import numbers, to_json
 from trajstore.viewer.png import encode_png
 from trajstore.viewer.series import Buckets, shortened
 
@@ -165,6 +165,14 @@ def test_png_of_something_else_is_refused() -> None:
     ):
         with pytest.raises(DataError, match="expected uint8 of 1, 3 or 4 channels"):
             encode_png(wrong)
+
+
+def test_numbers_that_differ_little_have_more_digits() -> None:
+    times = 1_795_128_791.25 + np.arange(4.0)
+    assert numbers(times) == times.tolist()
+    assert numbers(np.full(2, times[0])) == [times[0]] * 2
+    assert numbers(np.array([0.1, 5], np.float32)) == [0.1, 5]
+    assert numbers(np.array([-1.7e308, 1.7e308, np.nan])) == [-1.7e308, 1.7e308, None]
 
 
 def test_json_has_no_numbers_that_json_lacks() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.errors import CorruptionError
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.inspection.episode_queries import EpisodeQueries
 from trajstore.schema import Array
@@ -41,14 +42,25 @@ class EpisodeList:
         """
         with self._asking:
             page = self._queries.page(where=where, sort=sort, offset=start, limit=min(n, MAX_PAGE))
-        columns = [_cells(page.table[name]) for name in self._columns]
+        damaged: dict[str, str] = {}
+        columns = [_read(page.table, name, damaged) for name in self._columns]
         return {
             "n_episodes": page.n_episodes,
             "n_found": page.n_matching,
             "start": page.offset,
             "columns": self._columns,
+            "damaged": damaged,
             "rows": [dict(zip(self._columns, values, strict=True)) for values in zip(*columns, strict=True)],
         }
+
+
+def _read(table: EpisodeTable, name: str, damaged: dict[str, str]) -> list[Any]:
+    """The cells of a column; None, with the reason in ``damaged``, if it can't be read."""
+    try:
+        return _cells(table[name])
+    except CorruptionError as error:
+        damaged[name] = str(error)
+        return [None] * len(table)
 
 
 def _cells(column: Array) -> list[Any]:

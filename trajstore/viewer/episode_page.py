@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from trajstore.viewer.live_view import Moment
 from trajstore.viewer.series import shortened
 
 MAX_COLUMN_BYTES = 512 << 20  # of a derived column of one stream, which is read as a whole
+_reading_column = threading.Lock()  # one at a time, because a column is read as a whole
 MAX_METADATA_BYTES = 256 << 10  # shown of an episode
 
 
@@ -135,10 +137,10 @@ class EpisodePage:
                     f"column {name!r:.100} takes {n_bytes:,} bytes in stream '{target}'; at most"
                     f" {MAX_COLUMN_BYTES:,} are read here"
                 )
-        stored = columns.read(name, targets)
-        rows = ColumnRows(next(iter(states.values())), stored)
-        parts = [rows.read(streams[s.source], s.row_start, s.row_stop) for s in self._spans]
-        values: Array = np.concatenate(parts)[: self._n_steps] if parts else rows.read("", 0, 0)
+        with _reading_column:
+            rows = ColumnRows(next(iter(states.values())), columns.read(name, targets))
+            parts = [rows.read(streams[s.source], s.row_start, s.row_stop) for s in self._spans]
+            values: Array = np.concatenate(parts)[: self._n_steps] if parts else rows.read("", 0, 0)
         return values
 
     def frame(self, path: str, step: int) -> Image:

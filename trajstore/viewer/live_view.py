@@ -9,6 +9,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from trajstore.errors import StorageError
 from trajstore.format.episode_table import EpisodeTable
 from trajstore.format.ids import is_stream_id
@@ -21,6 +23,7 @@ T = TypeVar("T")
 LOCAL_REFRESH_S = 1.0
 REMOTE_REFRESH_S = 10.0
 _KEPT = 24  # results that a moment keeps, such as its plots
+_KEPT_BYTES = 256 << 20  # of arrays among them
 
 
 @dataclass
@@ -38,12 +41,13 @@ class Moment:
     checkpoints: tuple[str, ...]
     _kept: OrderedDict[Hashable, Any] = field(default_factory=OrderedDict)
     _computing: dict[Hashable, threading.Lock] = field(default_factory=dict)
+    _n_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def keep(self, key: Hashable, compute: Callable[[], T]) -> T:
         """A result for ``key``, computed once while it is among the last few that were asked for.
 
-        Threads that ask for it at the same time wait for the first one.
+        Threads that ask for it at the same time wait for the first one. Large arrays are not kept for long.
         """
         with self._lock:
             computing = self._computing.setdefault(key, threading.Lock())
@@ -53,11 +57,19 @@ class Moment:
                     self._kept.move_to_end(key)
                     found: T = self._kept[key]
                     return found
-            result = compute()
+            try:
+                result = compute()
+            except BaseException:
+                with self._lock:
+                    self._computing.pop(key, None)
+                raise
             with self._lock:
                 self._kept[key] = result
-                while len(self._kept) > _KEPT:
-                    self._computing.pop(self._kept.popitem(last=False)[0], None)
+                self._n_bytes += _n_bytes(result)
+                while len(self._kept) > _KEPT or (self._n_bytes > _KEPT_BYTES and len(self._kept) > 1):
+                    oldest, dropped = self._kept.popitem(last=False)
+                    self._computing.pop(oldest, None)
+                    self._n_bytes -= _n_bytes(dropped)
         return result
 
     @property
@@ -123,11 +135,29 @@ class LiveView:
     def _look(self) -> None:
         before = self._moment
         snapshot, names = self._store.refresh(), self._checkpoint_names()
+        if before.snapshot.streams and not snapshot.streams:
+            read_root(snapshot)
         if names != before.checkpoints or _commits(snapshot) != _commits(before.snapshot):
             self._moment = Moment(before.number + 1, snapshot, names)
 
     def _checkpoint_names(self) -> tuple[str, ...]:
         return tuple(filter(is_stream_id, self._store.snapshot.storage.list_names("checkpoints")))
+
+
+def read_root(snapshot: Snapshot) -> bytes:
+    """Return the root of a store.
+
+    Raises:
+        StorageError: It was removed since the store was opened.
+    """
+    try:
+        return snapshot.storage.get("zarr.json")
+    except FileNotFoundError as error:
+        raise StorageError(f"{snapshot.storage.display}: the store was removed or moved") from error
+
+
+def _n_bytes(result: object) -> int:
+    return result.nbytes if isinstance(result, np.ndarray) else 0
 
 
 def _commits(snapshot: Snapshot) -> list[tuple[str, str, int, bool]]:

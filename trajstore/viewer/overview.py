@@ -13,18 +13,20 @@ from trajstore.format.zarr_json import parse_json, trajstore_attributes
 from trajstore.schema import Array
 from trajstore.store.snapshot import Snapshot
 from trajstore.viewer.frames import is_frames
+from trajstore.viewer.live_view import read_root
 
 Facts = dict[str, Any]
 
 BUCKETS = 240  # points of a plot over all episodes
 BARS = 40  # of a histogram
+_EXACT = 2.0**53  # integers below it are exact as floats
 MAX_STREAMS = 200  # listed, and measured for the storage by field
 
 
 def facts(snapshot: Snapshot) -> Facts:
     """What the store is and holds."""
     storage = snapshot.storage
-    root = trajstore_attributes(parse_json(storage.get("zarr.json"), storage.display), "store", storage.display)
+    root = trajstore_attributes(parse_json(read_root(snapshot), storage.display), "store", storage.display)
     table = snapshot.episodes
     streams = snapshot.streams
     return {
@@ -158,12 +160,19 @@ def _histogram(values: Array) -> Facts | None:
     if not np.isfinite(high - low):
         return None
     n_bars = BARS
-    if known.dtype.kind in "iu":  # a bar for the same number of integers each
+    is_whole = max(abs(low), abs(high)) < _EXACT and not (known % 1).any()
+    if is_whole:  # a bar for the same number of integers each
         width = max(1, -(-int(high - low + 1) // BARS))
         n_bars = max(1, -(-int(high - low + 1) // width))
         high = low + n_bars * width
     counts, edges = np.histogram(known, n_bars, (low, high if high > low else low + 1))
-    return {"low": float(edges[0]), "high": float(edges[-1]), "counts": counts, "median": float(np.median(known))}
+    return {
+        "low": float(edges[0]),
+        "high": float(edges[-1]),
+        "counts": counts,
+        "median": float(np.median(known)),
+        "is_whole": is_whole,  # a bar has the integers from its low end to one below its high end
+    }
 
 
 def storage_by_field(snapshot: Snapshot) -> Facts:

@@ -20,6 +20,7 @@
   let page = null;
   let number = null;
   let prefix = "";
+  let isAsking = false;
 
   const chip = viewer.h("span", { class: "chip", role: "status" });
   const links = { overview: viewer.link("overview", {}, "Overview"), episodes: viewer.link("episodes", {}, "Episodes") };
@@ -54,10 +55,11 @@
 
   async function route() {
     const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
-    if (!(path in PAGES)) {
+    if (!Object.hasOwn(PAGES, path)) {
       if (location.hash === "#main") return main.focus();
       return viewer.go("overview");
     }
+    prefix = "";
     if (page && page.remove) page.remove();
     page = PAGES[path](Object.fromEntries(new URLSearchParams(query || "")));
     viewer.replace(main, page.element);
@@ -73,7 +75,8 @@
   viewer.refresh = () => poll(true);
 
   async function poll(always) {
-    if (document.hidden && !always) return;
+    if (isAsking || (document.hidden && !always)) return; // a slow storage is not asked twice at once
+    isAsking = true;
     try {
       const version = await viewer.source.ask("version");
       viewer.replace(banner, version.problem ? viewer.problem(new viewer.Problem("storage", `${version.problem}; what you see is what was read last.`)) : "");
@@ -84,6 +87,8 @@
     } catch (error) {
       viewer.replace(banner, viewer.problem(error));
       setState("stopped", "not connected", "");
+    } finally {
+      isAsking = false;
     }
   }
 

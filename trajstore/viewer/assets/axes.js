@@ -44,12 +44,17 @@
   viewer.tickLabels = (ticks) => {
     const step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : Math.abs(ticks[0]) || 1;
     const greatest = Math.max(...ticks.map(Math.abs));
-    if (greatest >= 1e15 || (greatest > 0 && greatest < 1e-4)) return ticks.map((t) => (t === 0 ? "0" : t.toExponential(1)));
+    if (greatest >= 1e15 || (greatest > 0 && greatest < 1e-4)) return ticks.map((t) => (t === 0 ? "0" : exponent(t, step)));
     for (const [unit, suffix] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (greatest >= unit * (suffix === "k" ? 10 : 1)) return ticks.map((t) => (t === 0 ? "0" : `${fixed(t / unit, step / unit)}${suffix}`));
     }
     return ticks.map((t) => fixed(t, step));
   };
+
+  function exponent(value, step) {
+    const digits = Math.max(0, Math.min(8, Math.floor(Math.log10(Math.abs(value))) - Math.floor(Math.log10(step) + 1e-9)));
+    return value.toExponential(digits).replace("e+", "e").replaceAll("-", "−");
+  }
 
   function fixed(value, step) {
     const digits = Math.max(0, Math.min(8, -Math.floor(Math.log10(step) + 1e-9)));

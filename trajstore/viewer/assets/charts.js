@@ -3,6 +3,7 @@
 (() => {
   const FONT = "11px system-ui, sans-serif";
   const MAX_BAR = 56; // pixels of width
+  const MAX_LEFT = 110; // pixels for the labels of the y axis
   const charts = new Set();
 
   // What the charts of a page have in common: the cursor, and the part of the x axis that is shown.
@@ -19,6 +20,11 @@
       if (x === this.cursor) return;
       this.cursor = x;
       for (const listener of this.listeners) listener("cursor", origin);
+    }
+    // Makes room for labels, in all charts, so that their cursors stay one below the other.
+    widen(left) {
+      this.left = left;
+      for (const listener of this.listeners) listener("left", null);
     }
     zoom(range) {
       this.range = range;
@@ -39,7 +45,7 @@
       this.detail = viewer.h("span", { class: "chart-detail" }, detail || "");
       const caption = viewer.h("figcaption", {}, this.name, this.detail, this.readout);
       this.element = viewer.h("figure", { class: "chart" }, caption, this.canvas);
-      this.together.on((what) => what === "cursor" && this.draw());
+      this.together.on((what) => what !== "range" && this.canvas.isConnected && this.draw());
       this.listen();
       charts.add(this);
       new ResizeObserver(() => this.draw()).observe(this.canvas);
@@ -123,7 +129,9 @@
       context.scale(ratio, ratio);
       context.font = FONT;
       const labels = yTicks ? viewer.tickLabels(yTicks) : [];
-      const left = this.together.left || Math.max(34, ...labels.map((l) => context.measureText(l).width + 12));
+      const needed = Math.min(MAX_LEFT, Math.max(34, ...labels.map((l) => Math.ceil(context.measureText(l).width) + 12)));
+      if (this.together.left < needed) queueMicrotask(() => this.together.left < needed && this.together.widen(needed));
+      const left = this.together.left || needed;
       const area = { left, right: width - 8, top: 6, bottom: this.height - 20 };
       this.area = area;
       this.x = viewer.scale(xRange[0], xRange[1], area.left, area.right);
@@ -143,7 +151,7 @@
         context.strokeStyle = viewer.colour("grid");
         line(context, area.left, y, area.right, y);
         context.fillStyle = viewer.colour("muted");
-        context.fillText(labels[i], area.left - 7, y);
+        context.fillText(labels[i], area.left - 7, y, area.left - 9);
       });
       context.textBaseline = "top";
       context.textAlign = "center";
@@ -200,8 +208,9 @@
 
   // Lines over x. Each has `y`, or `low` and `high` for a range, and `y` as well for the mean of a range.
   viewer.LineChart = class extends Chart {
-    set(xs, lines, { xRange, isStepped, overlay } = {}) {
-      Object.assign(this, { xs, lines, xRange, isStepped, overlay });
+    set(xs, lines, { xRange, isStepped, isWhole, overlay } = {}) {
+      Object.assign(this, { xs, lines, xRange, isStepped, isWhole, overlay });
+      this.element.classList.toggle("many", lines.length > 4);
       const [low, high] = rangeOf(lines.flatMap((l) => [l.y, l.low, l.high].filter(Boolean)));
       const what = low <= high ? `from ${viewer.number(low)} to ${viewer.number(high)}` : "no finite values";
       this.describe(`${this.label}: ${xs.length} points, ${what}. Arrow keys move the cursor.`);
@@ -216,7 +225,7 @@
     draw() {
       if (!this.xs) return;
       const xRange = this.xRange || [this.xs[0] ?? 0, this.xs[this.xs.length - 1] ?? 1];
-      const yTicks = viewer.ticks(...this.yRange, Math.max(2, Math.floor(this.height / 34)));
+      const yTicks = viewer.ticks(...this.yRange, Math.max(2, Math.floor(this.height / 34)), { isWhole: this.isWhole });
       const context = this.begin(xRange, this.yRange, yTicks);
       if (!context) return;
       context.save();
@@ -268,6 +277,7 @@
       const values = l.y || (l.high ? null : l.low);
       if (!values) return;
       context.lineWidth = 1.5;
+      context.setLineDash(l.isDashed ? [5, 3] : []);
       for (const run of runs(values)) {
         const found = points(values, run);
         if (found.length === 1) {
@@ -279,6 +289,7 @@
         context.stroke();
       }
       context.lineWidth = 1;
+      context.setLineDash([]);
     }
 
     read(context) {
@@ -297,7 +308,7 @@
           context.fill();
         }
         const text = l.high && !l.y && l.high[i] !== l.low[i] ? `${viewer.number(l.low[i])} to ${viewer.number(l.high[i])}` : viewer.number(value[i]);
-        return viewer.h("span", { class: `key ${l.colour}` }, l.name ? `${l.name} ` : "", viewer.h("b", {}, text));
+        return viewer.h("span", { class: `key ${l.colour}${l.isDashed ? " dashed" : ""}` }, l.name ? `${l.name} ` : "", viewer.h("b", {}, text));
       });
       const where = this.xReadout ? viewer.h("span", { class: "where" }, this.xReadout(this.xs[i])) : "";
       viewer.replace(this.readout, where, parts);
@@ -329,8 +340,10 @@
 
   // Counts of values in equal parts of a range.
   viewer.Histogram = class extends Chart {
-    set({ low, high, counts, median }) {
-      Object.assign(this, { low, high, counts, median });
+    set({ low, high, counts, median, is_whole: isWhole }) {
+      const half = isWhole ? 0.5 : 0; // the bar of an integer is around it
+      Object.assign(this, { low: low - half, high: high - half, counts, median, isWhole });
+      this.xKind = isWhole ? "count" : "number";
       const total = counts.reduce((sum, n) => sum + n, 0);
       this.describe(`${this.label}: ${viewer.count(total)} episodes from ${viewer.number(low)} to ${viewer.number(high)}, median ${viewer.number(median)}.`);
       this.together.snap = (x) => this.low + (this.bin(x) + 0.5) * this.width;
@@ -345,6 +358,12 @@
     positions() {
       return (this.counts || []).map((_, i) => this.low + (i + 0.5) * this.width);
     }
+    // What a bar has, as text: 3, 3 to 5, or 0.25 to 0.5.
+    span(i) {
+      const [from, to] = [this.low + i * this.width, this.low + (i + 1) * this.width];
+      if (!this.isWhole) return `${viewer.number(from)} to ${viewer.number(to)}`;
+      return to - from > 1 ? `${viewer.number(from + 0.5)} to ${viewer.number(to - 0.5)}` : viewer.number(from + 0.5);
+    }
     draw() {
       if (!this.counts) return;
       const most = Math.max(1, ...this.counts);
@@ -358,8 +377,7 @@
         const width = Math.min(MAX_BAR, Math.max(1, right - left - 1));
         context.fillRect((left + right - width) / 2, this.y(n), width, this.area.bottom - this.y(n));
       });
-      const half = this.xKind === "count" ? 0.5 : 0; // the bar of an integer is around it
-      const x = Math.round(this.x(this.median + half)) + 0.5;
+      const x = Math.round(this.x(this.median)) + 0.5;
       context.strokeStyle = viewer.colour("text");
       context.setLineDash([3, 3]);
       line(context, x, this.area.top, x, this.area.bottom);
@@ -367,7 +385,7 @@
       const text =
         chosen < 0
           ? viewer.h("span", {}, "median ", viewer.h("b", {}, viewer.number(this.median)))
-          : viewer.h("span", {}, `${viewer.number(this.low + chosen * this.width)} to ${viewer.number(this.low + (chosen + 1) * this.width)}: `, viewer.h("b", {}, viewer.plural(this.counts[chosen], "episode")));
+          : viewer.h("span", {}, `${this.span(chosen)}: `, viewer.h("b", {}, viewer.plural(this.counts[chosen], "episode")));
       viewer.replace(this.readout, text);
     }
   };

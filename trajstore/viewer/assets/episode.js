@@ -2,7 +2,7 @@
 // One episode: frames and charts that share a cursor, its values and its metadata.
 (() => {
   const POINTS = 900;
-  const SPEEDS = [["5", "5 a second"], ["15", "15 a second"], ["30", "30 a second"], ["60", "60 a second"]];
+  const SPEEDS = ["5", "15", "30", "60"];
 
   viewer.episodePage = (parameters) => {
     const key = { stream: parameters.stream || "", episode: parameters.episode || "0" };
@@ -13,7 +13,9 @@
       let facts;
       try {
         facts = await viewer.source.ask("episode", key);
+        if (page.isGone) return;
       } catch (error) {
+        if (page.isGone) return;
         if (page.parts) page.parts.remove();
         page.parts = null;
         viewer.replace(element, viewer.h("h1", {}, `Episode ${key.episode}`), viewer.problem(error), viewer.h("p", {}, viewer.link("episodes", {}, "Back to the episodes")));
@@ -32,7 +34,10 @@
       page.parts.start(Number(parameters.step) || facts.first_step);
     };
     page.onKey = (event) => page.parts && page.parts.onKey(event);
-    page.remove = () => page.parts && page.parts.remove();
+    page.remove = () => {
+      page.isGone = true;
+      if (page.parts) page.parts.remove();
+    };
     return page;
   };
 
@@ -45,7 +50,8 @@
       this.together.owner = true;
       this.together.left = 52;
       this.together.snap = (x) => this.clamp(Math.round(x));
-      this.together.on((what) => (what === "cursor" ? this.onCursor() : this.onRange()));
+      this.together.on((what) => what === "cursor" && this.onCursor());
+      this.together.on((what) => what === "range" && this.onRange());
       this.heading = viewer.h("div", { class: "episode-head" });
       this.frames = facts.fields.filter((f) => f.is_frames).map((f) => new viewer.FrameField(key, f));
       this.charts = this.plotted().map((field) => new FieldChart(this, field));
@@ -59,7 +65,7 @@
         oninput: () => this.goTo(Number(this.scrubber.value)),
       });
       this.play = viewer.h("button", { type: "button", class: "play", "aria-label": "Play", onclick: () => this.toggle() }, "▶");
-      this.speed = viewer.h("select", { "aria-label": "Steps a second" }, SPEEDS.map(([value, text]) => viewer.h("option", { value, selected: value === "15" }, text)));
+      this.speed = viewer.h("select", { "aria-label": "Steps a second" }, SPEEDS.map((value) => viewer.h("option", { value, selected: value === "15" }, `${value}/s`)));
       this.where = viewer.h("output", { class: "where-now" });
       this.values = viewer.h("tbody");
       this.valueBox = viewer.h("details", { class: "values", ontoggle: () => this.showValues() }, viewer.h("summary", {}, "Values at this step"), viewer.h("table", {}, this.values));
@@ -157,17 +163,17 @@
       }
     }
 
-    setOverlay(path) {
-      this.overlay = null;
-      if (!path) return this.redraw();
-      const chart = this.charts.find((c) => c.field.isDerived && c.field.path === path);
-      return chart.load().then(() => {
-        if (chart.answer && chart.answer.kind === "lines") {
-          const { low, high } = chart.answer.lines[0];
-          this.overlay = { xs: chart.xs, y: high || low };
-        }
-        this.redraw();
-      });
+    async setOverlay(path) {
+      this.overlaid = this.charts.find((c) => c.field.isDerived && c.field.path === path) || null;
+      if (this.overlaid) await this.overlaid.load();
+      this.redraw();
+    }
+
+    // The chosen column, as it was read last: again after a zoom, and when steps were added.
+    get overlay() {
+      const { answer, xs } = this.overlaid || {};
+      if (!answer || answer.kind !== "lines") return null;
+      return { xs, y: answer.lines[0].high || answer.lines[0].low };
     }
 
     redraw() {
@@ -265,7 +271,7 @@
     reload() {
       this.loading = null;
       const near = this.element.getBoundingClientRect();
-      if (this.answer || near.top < innerHeight + 300) this.load();
+      if (this.answer || this === this.parts.overlaid || near.top < innerHeight + 300) this.load();
     }
 
     load() {
@@ -286,6 +292,7 @@
         if (range !== together.range) return;
         this.answer = answer;
         this.show();
+        if (this === this.parts.overlaid) this.parts.redraw();
       } catch (error) {
         this.answer = null;
         this.chart = null;
@@ -315,8 +322,10 @@
       const n = answer.lines[0].low.length;
       this.xs = Array.from({ length: n }, (_, i) => first + answer.start + i * answer.width);
       const isStepped = /^(bool|u?int)/.test(field.dtype);
-      const lines = answer.lines.map((l, i) => (l.high ? { name: l.name, colour: `line${i % 6}`, low: l.low, high: l.high } : { name: l.name, colour: `line${i % 6}`, y: l.low }));
-      this.chart.set(this.xs, lines, { xRange, isStepped, overlay: this.parts.overlay });
+      const lines = answer.lines.map((l, i) => ({ name: l.name, colour: `line${i % 6}`, isDashed: i >= 6, ...(l.high ? { low: l.low, high: l.high } : { y: l.low }) }));
+      const isWhole = /^(u?int)/.test(field.dtype);
+      const overlay = this === this.parts.overlaid ? null : this.parts.overlay;
+      this.chart.set(this.xs, lines, { xRange, isStepped, isWhole, overlay });
     }
   }
 

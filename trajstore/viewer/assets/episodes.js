@@ -53,7 +53,7 @@
         viewer.replace(problem, viewer.problem(error));
         return;
       }
-      viewer.replace(problem);
+      viewer.replace(problem, Object.entries(answer.damaged || {}).map(([name, said]) => viewer.problem(new viewer.Problem("damaged", `column ${name}: ${said}`))));
       const { columns, rows, n_episodes: n, n_found: nFound } = answer;
       viewer.replace(found, asked.filter ? `${viewer.count(nFound)} of ${viewer.plural(n, "episode")}` : viewer.plural(n, "episode"), viewer.exported && viewer.exported.table.rows.length < n ? `; this file lists ${viewer.count(viewer.exported.table.rows.length)}` : "");
       const shown = columns.filter((name) => !isConstant(name, rows));

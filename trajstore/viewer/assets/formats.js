@@ -3,6 +3,8 @@
 (() => {
   const whole = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 0 });
 
+  const large = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 2 });
+
   viewer.count = (n) => (n === null || n === undefined ? "–" : whole.format(n));
 
   viewer.plural = (n, noun) => `${viewer.count(n)} ${noun}${n === 1 ? "" : "s"}`;
@@ -22,8 +24,9 @@
     if (x === null || x === undefined) return "–";
     if (typeof x === "boolean") return x ? "true" : "false";
     if (typeof x !== "number") return String(x);
-    if (Number.isInteger(x) && Math.abs(x) < 1e7) return whole.format(x);
     const size = Math.abs(x);
+    if (Number.isInteger(x) && size < 1e12) return whole.format(x);
+    if (size >= 1e7 && size < 1e12) return large.format(x); // such as a time in seconds
     if (size !== 0 && (size < 1e-4 || size >= 1e7)) return trimmedExponent(x.toExponential(2));
     return trimmed(x.toPrecision(5));
   };

@@ -28,7 +28,7 @@
       tiles,
       tile("Episodes", viewer.short(facts.n_episodes), facts.n_episodes >= 1e4 ? viewer.count(facts.n_episodes) : ""),
       tile("Steps", viewer.short(facts.n_steps), mean === null ? "" : `${viewer.number(Number(mean.toPrecision(3)))} an episode`),
-      tile("Streams", viewer.short(facts.n_streams), facts.n_open_streams ? `${viewer.count(facts.n_open_streams)} open` : "all sealed"),
+      tile("Streams", viewer.short(facts.n_streams), facts.n_open_streams ? `${viewer.count(facts.n_open_streams)} open` : facts.n_streams ? "all sealed" : ""),
       tile("Fields", viewer.count(facts.fields.length), facts.columns.length ? `and ${viewer.plural(facts.columns.length, "derived column")}` : ""),
       tile("Last commit", viewer.ago(facts.committed_at), facts.committed_at ? viewer.date(facts.committed_at) : ""),
       tile("Created", viewer.day(facts.created_at), `${viewer.clock(facts.created_at)}, format ${facts.format}`),
@@ -113,7 +113,7 @@
   const share = (n, total) => (n === total ? "all" : n / total < 0.001 ? "< 0.1 %" : `${((100 * n) / total).toFixed(n / total < 0.1 ? 1 : 0)} %`);
 
   function histogram(name, title) {
-    const chart = new viewer.Histogram({ title: "", label: title, xKind: name === "length" ? "count" : "number", height: 150 });
+    const chart = new viewer.Histogram({ title: "", label: title, height: 150 });
     return viewer.panel(title, async (panel) => {
       const { histograms } = await plots();
       if (!histograms[name]) return viewer.replace(panel.body, viewer.h("p", { class: "quiet" }, "No values yet."));
@@ -130,9 +130,10 @@
   function fields() {
     let measured = -Infinity;
     return viewer.panel("Storage by field", async (panel) => {
-      if (performance.now() - measured < MEASURED_MS) return;
-      measured = performance.now();
+      if (performance.now() - measured < MEASURED_MS) return undefined;
       const answer = await viewer.source.ask("storage");
+      measured = answer.n_streams ? performance.now() : -Infinity;
+      if (!answer.n_streams) return viewer.replace(panel.body, viewer.h("p", { class: "quiet" }, "Nothing is stored yet."));
       const total = answer.fields.reduce((sum, f) => sum + f.stored_bytes, answer.other_bytes);
       const most = Math.max(1, ...answer.fields.map((f) => f.stored_bytes));
       const rows = [...answer.fields]
@@ -147,7 +148,7 @@
       const part = answer.n_measured < answer.n_streams ? ` of the newest ${viewer.count(answer.n_measured)} of ${viewer.count(answer.n_streams)} streams` : "";
       viewer.replace(panel.extra, viewer.h("span", { class: "quiet" }, `${viewer.bytes(total)}${part}`));
       const other = answer.other_bytes ? viewer.h("p", { class: "quiet" }, `${viewer.bytes(answer.other_bytes)} are records, spans and derived columns.`) : "";
-      viewer.replace(panel.body, viewer.h("ul", { class: "sizes" }, rows), other);
+      return viewer.replace(panel.body, viewer.h("ul", { class: "sizes" }, rows), other);
     });
   }
 
