@@ -267,6 +267,10 @@ def test_a_damaged_column_of_episodes_leaves_the_others(tmp_path: Path) -> None:
         answer = client.json("episodes")
         assert "spans/text" in answer["damaged"]["task"]
         assert [(row["task"], row["score"]) for row in answer["rows"]] == [(None, i / 10) for i in range(8)]
+        facts = client.json("episode", **key(client, 3))
+        assert facts["damaged"].keys() == {"task", "metadata"}
+        assert (facts["row"]["score"], facts["row"]["task"], facts["row"]["metadata"]) == (0.3, None, {})
+        assert client.ask("series", path="reward", **key(client, 3)).status == 200
 
 
 def test_a_store_that_is_removed_is_said_to_be_gone(tmp_path: Path) -> None:

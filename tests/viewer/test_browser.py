@@ -136,6 +136,12 @@ def test_charts_zoom_and_play(browser: Browser, viewer: Viewer) -> None:
     browser.wait("document.querySelectorAll('.field-chart canvas').length >= 3")
     browser.press("PAGE_DOWN", "HOME", "+")
     browser.wait("!document.querySelector('.chart-tools button').hidden")
+    browser.run("document.querySelector('.overlay-choice select').value = 'priority'")
+    browser.run("document.querySelector('.overlay-choice select').dispatchEvent(new Event('change'))")
+    drawn = "document.querySelector('.field-chart canvas').toDataURL()"
+    before = browser.run(f"return {drawn}")
+    browser.press("+")
+    browser.wait(f"{drawn} !== {before!r}")
     browser.press("ESCAPE")
     browser.wait("document.querySelector('.chart-tools button').hidden")
     browser.press(" ")

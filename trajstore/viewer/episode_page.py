@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.errors import DataError, EpisodeNotFoundError
+from trajstore.errors import CorruptionError, DataError, EpisodeNotFoundError
 from trajstore.format.handles import EpisodeKey
 from trajstore.schema import Array, Schema, flatten
 from trajstore.store.column_reader import ColumnRows
@@ -46,12 +46,13 @@ class EpisodePage:
 
     def facts(self) -> dict[str, Any]:
         """Everything but the values of its steps."""
-        row = self._table.row(self._i)
+        row, damaged = self._row()
         n_bytes = len(to_json(row["metadata"]))
         is_long = n_bytes > MAX_METADATA_BYTES
         stored_from = self._spans[0].t_start if self._spans else 0
         return {
             "row": row | {"metadata": {}} if is_long else row,
+            "damaged": damaged,
             "metadata_note": f"{n_bytes:,} bytes, which are not shown" if is_long else "",
             "position": self._i,
             "n_episodes": len(self._table),
@@ -63,6 +64,22 @@ class EpisodePage:
             "fields": [self._field(path) for path in self._schema],
             "columns": self._columns(),
         }
+
+    def _row(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """The values of the episode, and the damage of those that can't be read, which are None."""
+        try:
+            return self._table.row(self._i), {}
+        except CorruptionError:
+            pass
+        table = self._table.take(np.array([self._i]))
+        row, damaged = dict[str, Any](), dict[str, str]()
+        for name in table.columns:
+            try:
+                row[name] = table[name].tolist()[0]
+            except CorruptionError as error:
+                row[name] = {} if name == "metadata" else None
+                damaged[name] = str(error)
+        return row, damaged
 
     @property
     def _schema(self) -> Schema:

@@ -2,6 +2,7 @@
 // One episode: frames and charts that share a cursor, its values and its metadata.
 (() => {
   const POINTS = 900;
+  const SETTLED_MS = 150; // after a zoom, until the part is read in full resolution: several often follow each other
   const SPEEDS = ["5", "15", "30", "60"];
 
   viewer.episodePage = (parameters) => {
@@ -118,7 +119,8 @@
       const known = new Set(["stream", "episode", "env", "length", "end", "return", "has_final", "is_headless", "time", "metadata"]);
       const about = { stream: row.stream, spans: facts.n_spans, "final observation": row.has_final };
       for (const [name, value] of Object.entries(row)) if (!known.has(name)) about[name] = value;
-      viewer.replace(this.metadata, viewer.tree({ ...about, ...(facts.metadata_note ? { metadata: facts.metadata_note } : row.metadata) }));
+      const damage = Object.entries(facts.damaged || {}).map(([name, said]) => viewer.problem(new viewer.Problem("damaged", `${name}: ${said}`)));
+      viewer.replace(this.metadata, damage, viewer.tree({ ...about, ...(facts.metadata_note ? { metadata: facts.metadata_note } : row.metadata) }));
     }
 
     start(step) {
@@ -148,7 +150,9 @@
 
     onRange() {
       this.zoomed.hidden = !this.together.range;
-      for (const chart of this.charts) chart.reload();
+      this.redraw(); // what is known, at once
+      clearTimeout(this.zoomTimer);
+      this.zoomTimer = setTimeout(() => this.charts.forEach((chart) => chart.reload()), SETTLED_MS);
     }
 
     async showValues() {
@@ -250,6 +254,7 @@
 
     remove() {
       this.stop();
+      clearTimeout(this.zoomTimer);
       this.watcher.disconnect();
       for (const field of this.frames) field.remove();
     }

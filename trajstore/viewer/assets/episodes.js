@@ -51,6 +51,7 @@
           viewer.replace(found);
         }
         viewer.replace(problem, viewer.problem(error));
+        card.hidden = !body.children.length;
         return;
       }
       viewer.replace(problem, Object.entries(answer.damaged || {}).map(([name, said]) => viewer.problem(new viewer.Problem("damaged", `column ${name}: ${said}`))));
@@ -65,6 +66,7 @@
       if (!rows.length) viewer.replace(body, viewer.h("tr", {}, viewer.h("td", { class: "quiet", colspan: shown.length }, asked.filter ? "No episode matches the filter." : "No episodes yet.")));
       if (focused) for (const link of body.querySelectorAll("a")) if (link.getAttribute("href") === focused) link.focus();
       drawPager(nFound);
+      card.hidden = false;
     };
 
     const heading = (name) => {
@@ -96,6 +98,7 @@
       viewer.replace(pager, step(0, "«", "First page"), step(start - PAGE, "‹", "Previous page"), viewer.h("span", {}, where), step(start + PAGE, "›", "Next page"), step(last, "»", "Last page"));
     };
 
+    const card = viewer.h("div", { class: "scroll card" }, table);
     const element = viewer.h(
       "div",
       { class: "list" },
@@ -104,7 +107,7 @@
       examples,
       problem,
       found,
-      viewer.h("div", { class: "scroll card" }, table),
+      card,
       pager,
     );
     const onKey = (event) => {

@@ -26,7 +26,7 @@
     if (typeof x !== "number") return String(x);
     const size = Math.abs(x);
     if (Number.isInteger(x) && size < 1e12) return whole.format(x);
-    if (size >= 1e7 && size < 1e12) return large.format(x); // such as a time in seconds
+    if (size >= 1e5 && size < 1e12) return large.format(x); // such as a time in seconds
     if (size !== 0 && (size < 1e-4 || size >= 1e7)) return trimmedExponent(x.toExponential(2));
     return trimmed(x.toPrecision(5));
   };
