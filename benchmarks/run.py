@@ -24,6 +24,7 @@ BENCHMARKS = (
     "disk_cache",
     "scans",
     "verify",
+    "viewer",
     "priorities",
     "replay",
     "ranks",

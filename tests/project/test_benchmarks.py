@@ -55,6 +55,12 @@ EXPECTED["replay"] = [
     "checkpoint of 2,377 steps",
 ]
 EXPECTED["verify"] = ["state, raw: verify", "state, blosc-lz4: decode", "frames: verify"]
+EXPECTED["viewer"] = [
+    "2,000 episodes: info",
+    "2,000 episodes: first page, from the start",
+    "0 GB: an episode and its series",
+    "0 GB, 20 ms: opened and first page",
+]
 EXPECTED["object_store"] = ["0 ms: 20 reads, fsspec", "20 ms: open", "20 ms: cold batch of 256 windows"]
 EXPECTED["ranks"] = [
     "4,000 episodes, 8 to 16 ranks: plan",
