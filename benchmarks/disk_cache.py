@@ -38,6 +38,9 @@ class Distant(StorageLayer):
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         return self.get_ranges([(key, start, stop)])[0]
 
+    def get_range_into(self, key: str, start: int, stop: int, room: memoryview) -> memoryview:
+        return memoryview(self.get_range(key, start, stop))
+
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         return self.get_ranges([(key, 0, None) for key in keys])
 

@@ -79,6 +79,20 @@ def test_a_layer_passes_every_call_on() -> None:
     assert public - vars(StorageLayer).keys() <= {"reset_locks"}
 
 
+def test_a_range_that_is_read_into_memory_is_counted_and_kept(tmp_path: Path) -> None:
+    storage = cached(tmp_path, f"memory://{uuid.uuid4().hex}")
+    storage.note_rows("streams/s", {"steps/x": (1, 1000)}, is_final=False)
+    keys, room = ["zarr.json", "streams/s/steps/x/c.0"], memoryview(bytearray(4))
+    for key in keys:
+        storage.put(key, b"0123456789")
+        for _ in range(2):
+            assert bytes(storage.get_range_into(key, 2, 6, room)) == b"2345"
+    found = storage.stats()
+    assert found["requests"]["get"] == 3  # the object that never changes is asked for once
+    assert found["bytes_read"] == 4 + 4 + 10
+    assert found["disk_cache"]["hits"] == 1
+
+
 # ---- a store through the cache
 
 

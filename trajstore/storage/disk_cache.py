@@ -128,6 +128,11 @@ class DiskCachedStorage(StorageLayer):
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         return self.get_ranges([(key, start, stop)])[0]
 
+    def get_range_into(self, key: str, start: int, stop: int, room: memoryview) -> memoryview:
+        if self._copy_of(key) is None:
+            return self.inner.get_range_into(key, start, stop, room)
+        return memoryview(self.get_range(key, start, stop))
+
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         return self.get_ranges([(key, 0, None) for key in keys])
 

@@ -59,6 +59,9 @@ class StorageLayer(Storage):
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         return self.inner.get_range(key, start, stop)
 
+    def get_range_into(self, key: str, start: int, stop: int, room: memoryview) -> memoryview:
+        return self.inner.get_range_into(key, start, stop, room)
+
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         return self.inner.get_many(keys)
 
@@ -171,6 +174,11 @@ class CountedStorage(StorageLayer):
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
         return self._got([self._counted("get", self.inner.get_range, key, start, stop)])[0]
+
+    def get_range_into(self, key: str, start: int, stop: int, room: memoryview) -> memoryview:
+        view: memoryview = self._counted("get", self.inner.get_range_into, key, start, stop, room)
+        self._count("get", 0, n_read=len(view))
+        return view
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         self._count("get", len(keys))
