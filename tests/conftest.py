@@ -32,7 +32,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
 os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
-os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # else gcsfs asks Google about each bucket
 
 collect_ignore_glob = ["data/*"]  # made with libraries that are not installed here
 

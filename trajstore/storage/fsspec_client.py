@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -60,8 +59,6 @@ def one_try_options(protocol: str, options: Mapping[str, Any], policy: RetryPoli
             "read_timeout": policy.request_s,
         }
         defaults["config_kwargs"] = config | options.get("config_kwargs", {})
-    if protocol in ("az", "abfs", "abfss"):
-        defaults |= {name: math.ceil(policy.request_s) for name in ("connection_timeout", "read_timeout")}
     if protocol in ("gs", "gcs"):
         defaults["requests_timeout"] = _timeout(policy)
     if protocol in ("http", "https"):
@@ -75,19 +72,54 @@ def _timeout(policy: RetryPolicy) -> Any:
     return aiohttp.ClientTimeout(total=None, sock_connect=policy.request_s, sock_read=policy.request_s)
 
 
-def make_one_try(filesystem: Any) -> None:
+def make_one_try(filesystem: Any, policy: RetryPolicy) -> None:
     """Switch off the retries of a client whose instance is ours; where that is impossible, timeouts bound them."""
     for one in _with_inner(filesystem):
         if hasattr(type(one), "retries") and "s3" in one.protocol:
             one.retries = 1
         if "gs" in one.protocol and (request := getattr(type(one)._request, "__wrapped__", None)) is not None:
             one._request = functools.partial(request, one)  # without gcsfs's six tries
+            _ask_less_about_buckets(one)
         if "hf" in one.protocol and (api := getattr(one, "_api", None)) is not None:
             _make_one_try_at_hub(api)
-        pipeline = getattr(getattr(one, "service_client", None), "_pipeline", None)
-        for policy in getattr(pipeline, "_impl_policies", ()):  # azure-core; its own pauses begin with 15 seconds
-            if hasattr(policy, "total_retries"):
-                policy.total_retries = 0
+        if (pipeline := getattr(getattr(one, "service_client", None), "_pipeline", None)) is not None:
+            _make_one_try_at_azure(pipeline, policy)
+
+
+def _ask_less_about_buckets(filesystem: Any) -> None:
+    """Have gcsfs ask Google once at a time for the kind of a bucket, and not at all about buckets elsewhere.
+
+    It would repeat the question for a minute before each request, and go on as if there were no kinds.
+    """
+    kinds = getattr(sys.modules.get(type(filesystem).__module__), "BucketType", None)
+    if kinds is None:  # a version, or a configuration, that does not ask
+        return
+
+    async def plain(bucket: str) -> Any:
+        return kinds.NON_HIERARCHICAL
+
+    if filesystem.on_google:
+        filesystem._get_retry_config = lambda **options: None
+    else:
+        filesystem._get_bucket_type = plain
+
+
+def _make_one_try_at_azure(pipeline: Any, policy: RetryPolicy) -> None:
+    """Switch off the repetitions of azure-core, and have each of its requests end by the policy.
+
+    It would stream the bytes of an object, and ask three times, with pauses, if they break off. So its transport
+    reads them.
+    """
+    for one in getattr(pipeline, "_impl_policies", ()):  # its own pauses begin with 15 seconds
+        if hasattr(one, "total_retries"):
+            one.total_retries = 0
+    timeouts = {"connection_timeout": policy.request_s, "read_timeout": policy.request_s}
+    if (transport := getattr(pipeline, "_transport", None)) is not None:
+        transport.send = functools.partial(_send_whole, transport.send, timeouts)
+
+
+async def _send_whole(send: Callable[..., Any], timeouts: Mapping[str, float], request: Any, **options: Any) -> Any:
+    return await send(request, **(dict(timeouts) | options | {"stream": False}))
 
 
 def _make_one_try_at_hub(api: Any) -> None:

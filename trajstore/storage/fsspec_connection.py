@@ -12,7 +12,7 @@ import fsspec.core
 
 from trajstore.errors import MissingExtraError
 from trajstore.storage.fsspec_client import call, leave_open_at_exit, make_one_try, one_try_options, package_of
-from trajstore.storage.interface import storage_error
+from trajstore.storage.interface import Place, storage_error
 from trajstore.storage.retry import RetryPolicy
 
 
@@ -69,6 +69,25 @@ class FsspecConnection:
         """Call a method of the filesystem; one that is asynchronous is cancelled after the timeout."""
         return call(self.filesystem, name, timeout_s, *args, **kwargs)
 
+    @property
+    def is_async(self) -> bool:
+        """Whether the filesystem reads many places at once; another one would read one after the other."""
+        return bool(getattr(self.filesystem, "async_impl", False))
+
+    def ask_places(self, places: Sequence[Place], timeout_s: float, **options: Any) -> list[Any]:
+        """The bytes of each place, or an error, by one call of the filesystem.
+
+        Raises:
+            Exception: The first error, if no place could be read.
+        """
+        starts = [None if stop is None else start for _, start, stop in places]
+        stops = [stop for _, _, stop in places]
+        paths = [self.path(key) for key, _, _ in places]
+        found = list(self.call("cat_ranges", timeout_s, paths, starts, stops, on_error="return", **options))
+        if all(isinstance(data, Exception) for data in found):
+            raise found[0]
+        return found
+
     def renew(self) -> bool:
         """Connect again at the next use; returns whether that finds new credentials, if there are any."""
         if self.given is not None:
@@ -97,7 +116,7 @@ class FsspecConnection:
             raise MissingExtraError(f"{self._display} needs a package that is not installed: {hint}") from error
         except ValueError as error:
             raise storage_error("open", self._display, error, self._secrets) from None
-        make_one_try(found)
+        make_one_try(found, self._policy)
         leave_open_at_exit(found)
         return found, str(path).rstrip("/")
 

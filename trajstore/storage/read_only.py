@@ -87,28 +87,13 @@ class ReadOnlyStorage(RetriedStorage):
             return super().get_ranges(places)
         for key in {key for key, _, _ in places}:
             check_key(key)
-        try:
-            found = self._found_at_once(places)
-        except Exception:  # of the client, for all of them
-            found = None
-        if found is None:
+        if not self._at.is_async or not self._sends_ranges():
             return super().get_ranges(places)
-        # Those that failed are read again, with retries and a proper error.
-        failed = [i for i, data in enumerate(found) if not isinstance(data, bytes)]
-        for i, data in zip(failed, self.map(self._get_place, [places[i] for i in failed]), strict=True):
-            found[i] = data
-        return found
-
-    def _found_at_once(self, places: Sequence[Place]) -> list[Any] | None:
-        """Bytes or errors, by one call of the filesystem; None where it would read one after the other."""
-        if not getattr(self._at.filesystem, "async_impl", False) or not self._sends_ranges():
-            return None
-        paths = [self._at.path(key) for key, _, _ in places]
-        starts = [None if stop is None else start for _, start, stop in places]
-        stops = [stop for _, _, stop in places]
-        limits = {"batch_size": _N_CONNECTIONS, "on_error": "return"}
-        timeout_s = self._service.retries.request_s
-        return list(self._call("cat_ranges", timeout_s, paths, starts, stops, **limits))
+        total_s = self._service.retries.total_s
+        found = self.tried(
+            lambda timeout_s: self._at.ask_places(places, max(timeout_s, total_s), batch_size=_N_CONNECTIONS)
+        )
+        return self.completed(places, found)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         return self.get_ranges([(key, 0, None) for key in keys])

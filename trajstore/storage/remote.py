@@ -75,35 +75,13 @@ class FsspecStorage(ServiceStorage):
         return bytes(self._at.call("cat_file", limit_s, self._at.path(key), **self._in_one_request()))
 
     def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
-        if len(places) <= 1 or self._service.hedge_s is not None or not self._is_async:
+        if len(places) <= 1 or self._service.hedge_s is not None or not self._at.is_async:
             return super().get_ranges(places)
-        requests, cut = merge(places)
-        paths = [self._at.path(key) for key, _, _ in requests]
-        starts = [None if stop is None else start for _, start, stop in requests]
-        stops = [stop for _, _, stop in requests]
-        limit_s = self._service.retries.request_s + self._service.retries.total_s
-        try:
-            found = self._at.call(
-                "cat_ranges",
-                limit_s,
-                paths,
-                starts,
-                stops,
-                batch_size=N_REQUESTS,
-                on_error="return",
-                **self._in_one_request(),
-            )
-        except Exception:  # of the client, for all of them
-            found = [None] * len(requests)
-        # One wave for all; objects that failed are read again, with retries and a proper error.
-        failed = [i for i, data in enumerate(found) if not _is_part(data, requests[i])]
-        for i, data in zip(failed, self.map(self._get_place, [requests[i] for i in failed]), strict=True):
-            found[i] = data
-        return cut(found)
-
-    @property
-    def _is_async(self) -> bool:
-        return bool(getattr(self._at.filesystem, "async_impl", False))
+        wave, cut = merge(places)
+        options = {"batch_size": N_REQUESTS, **self._in_one_request()}
+        total_s = self._service.retries.total_s
+        found = self.tried(lambda timeout_s: self._at.ask_places(wave, timeout_s + total_s, **options))
+        return cut(self.completed(wave, found))
 
     def ask_size(self, key: str, timeout_s: float) -> tuple[int, str]:
         info = self._at.call("info", timeout_s, self._at.path(key), refresh=True)
@@ -164,7 +142,7 @@ class FsspecStorage(ServiceStorage):
         limit_s = timeout_s + len(data) / _BYTES_PER_S
         mode = "create" if expect == ABSENT else "overwrite"
         try:
-            with contextlib.nullcontext() if self._is_async else _memory_lock:
+            with contextlib.nullcontext() if self._at.is_async else _memory_lock:
                 answer = self._at.call("pipe_file", limit_s, path, data, mode=mode, **kwargs)
         except FileExistsError:
             raise
@@ -185,12 +163,6 @@ class FsspecStorage(ServiceStorage):
     def _protocols(self) -> tuple[str, ...]:
         protocol = self._at.filesystem.protocol
         return (protocol,) if isinstance(protocol, str) else tuple(protocol)
-
-
-def _is_part(data: Any, place: Place) -> bool:
-    """Whether a client's answer is the bytes of a place; it may be an error, or the whole object."""
-    _, start, stop = place
-    return isinstance(data, bytes) and (stop is None or len(data) <= stop - start)
 
 
 def _is_refused_condition(error: BaseException) -> bool:

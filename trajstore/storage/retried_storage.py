@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from trajstore.credentials import secrets_of, without_credentials
 from trajstore.errors import MissingExtraError, StorageError
-from trajstore.storage.interface import Storage, check_key, storage_error
+from trajstore.storage.interface import Place, Storage, check_key, storage_error
 from trajstore.storage.request_options import ServiceOptions
 from trajstore.storage.retry import Fault, GaveUp, Retries, fault_of, ignores_ranges
 
@@ -82,6 +82,21 @@ class RetriedStorage(Storage):
         except Exception:  # comes again, if it is more than bad luck
             return None
 
+    def completed(self, places: Sequence[Place], found: Sequence[Any] | None) -> list[bytes]:
+        """The bytes of places, of which some, or all, were tried to read at once.
+
+        What failed is read again, one by one: each with all the tries that the policy allows, and a proper error.
+
+        Args:
+            places: Objects and the bytes of them.
+            found: For each its bytes, or anything else; None if nothing was read.
+        """
+        read = list(found or [None] * len(places))
+        failed = [i for i, data in enumerate(read) if not _is_part(data, places[i])]
+        for i, data in zip(failed, self.map(self._get_place, [places[i] for i in failed]), strict=True):
+            read[i] = data
+        return read
+
     def _advice(self, error: Exception) -> str:
         if _fault_of(error) is Fault.EXPIRED:
             return "the credentials have expired or are not accepted; pass new ones in storage_options: "
@@ -91,6 +106,12 @@ class RetriedStorage(Storage):
 
     def _log_retry(self, action: str, key: str, error: Exception) -> None:
         _log.warning("%s %s/%s failed, will be retried: %s", action, self.display, key, type(error).__name__)
+
+
+def _is_part(data: Any, place: Place) -> bool:
+    """Whether a client's answer is the bytes of a place; it may be an error, or the whole object."""
+    _, start, stop = place
+    return isinstance(data, bytes) and (stop is None or len(data) <= stop - start)
 
 
 def _fault_of(error: Exception) -> Fault:

@@ -140,12 +140,7 @@ class ServiceStorage(RetriedStorage):
             return self.map(self._get_place, places)
         groups = list(grouped(places, most))
         found = self.map(lambda group: self._try_group(places[group]), groups)
-        read: list[bytes | None] = [data for group in found for data in group]
-        # What failed is asked for again, one by one: each with all the tries that the policy allows.
-        failed = [i for i, data in enumerate(read) if data is None]
-        for i, data in zip(failed, self.map(self._get_place, [places[i] for i in failed]), strict=True):
-            read[i] = data
-        return read  # type: ignore[return-value]
+        return self.completed(places, [data for group in found for data in group])
 
     def _try_group(self, places: Sequence[Place]) -> Sequence[bytes | None]:
         """The bytes of several ranges of one object; None for each if one of them fails."""
