@@ -1,8 +1,7 @@
 """Training through a faulty network, and many processes on one bucket: nothing is lost, doubled or stuck.
 
-Short by default. ``TRAJSTORE_WEATHER_S`` and ``TRAJSTORE_LOAD_S`` in the environment give them more seconds, and
-the second runs on each kind of server then. Give azurite less than ten minutes: it looks for unused extents then,
-and does not answer for many minutes.
+Short by default. ``TRAJSTORE_WEATHER_S`` and ``TRAJSTORE_LOAD_S`` in the environment give them more seconds; the
+first then runs by each transport, and the second on each kind of server.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ WEATHER_S = float(os.environ.get("TRAJSTORE_WEATHER_S", "0"))
 LOAD_S = float(os.environ.get("TRAJSTORE_LOAD_S", "4"))
 FAULTS = (UNAVAILABLE, INTERNAL, TOO_MANY, LOSE, RESET, TRUNCATE, Slow(0.3))
 N_ROUNDS = 6
+TRANSPORTS = ("obstore", "fsspec") if "TRAJSTORE_WEATHER_S" in os.environ else ("auto",)
 
 
 @pytest.fixture
@@ -38,12 +38,14 @@ def proxy(kind: str, server: Callable[[str], Server]) -> Iterator[Proxy]:
     proxy.close()
 
 
+@pytest.mark.timeout(600 + WEATHER_S)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kind", ["s3", "gcs", "azure"])
 def test_a_training_loop_in_bad_weather_loses_and_doubles_nothing(
-    kind: str, proxy: Proxy, server: Callable[[str], Server]
+    kind: str, transport: str, proxy: Proxy, server: Callable[[str], Server]
 ) -> None:
     url = server(kind).new_url()
-    options = server(kind).options_at(proxy.endpoint)
+    options = {**server(kind).options_at(proxy.endpoint), "transport": transport}
     proxy.latency_s, proxy.bytes_per_s = 0.002, 50e6
     sure, chance = iter(FAULTS), weather(0.05, 5, FAULTS)
     # Every fault at least once, early; more by chance.
@@ -69,7 +71,8 @@ def test_a_training_loop_in_bad_weather_loses_and_doubles_nothing(
     with ReplayBuffer.resume(url, storage_options=options) as again:
         assert (again.sample(32)["index"] == expected["index"]).all()
     _log.info(
-        f"{kind}: {number} episodes, {len(proxy.requests)} requests, {sum(proxy.faults.values())} of them failed"
+        f"{kind} by {transport}: {number} episodes, {len(proxy.requests)} requests, {sum(proxy.faults.values())} of"
+        " them failed"
     )
     assert proxy.faults.keys() >= set(FAULTS)
     clear = server(kind).options
@@ -77,6 +80,7 @@ def test_a_training_loop_in_bad_weather_loses_and_doubles_nothing(
     assert verify(url, storage_options=clear).problems == []
 
 
+@pytest.mark.timeout(600 + LOAD_S)
 @pytest.mark.parametrize("kind", ["seaweedfs", *(["gcs", "azure"] if "TRAJSTORE_LOAD_S" in os.environ else [])])
 def test_many_readers_and_writers_on_one_bucket_see_only_what_was_written(
     kind: str, new_place: Callable[[str], Place]

@@ -15,6 +15,7 @@ from tests.support.servers.process import NotInstalledError, Server, free_ports,
 _ACCOUNT = "devstoreaccount1"
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _COMMAND = Path(__file__).parent / "node_modules" / ".bin" / "azurite-blob"
+_BEFORE = Path(__file__).parent / "azurite_keeps_extents.cjs"
 
 
 def connection_string(endpoint: str) -> str:
@@ -28,7 +29,8 @@ def options_at(endpoint: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def start() -> Iterator[Server]:
-    if not _COMMAND.exists() or shutil.which("node") is None:
+    node = shutil.which("node")
+    if not _COMMAND.exists() or node is None:
         raise NotInstalledError("'scripts/setup dev' installs it if npm is on the path")
     if find_spec("adlfs") is None:
         raise NotInstalledError("adlfs is not installed; 'pip install adlfs' installs it")
@@ -37,7 +39,8 @@ def start() -> Iterator[Server]:
     (port,) = free_ports(1)
     endpoint, bucket = f"http://127.0.0.1:{port}", new_bucket_name()
     flags = ["--silent", "--disableTelemetry", "--skipApiVersionCheck", "--inMemoryPersistence"]
-    with running([str(_COMMAND), *flags, "--blobHost", "127.0.0.1", "--blobPort", str(port)], endpoint):
+    command = [node, "--require", str(_BEFORE), str(_COMMAND), *flags]
+    with running([*command, "--blobHost", "127.0.0.1", "--blobPort", str(port)], endpoint):
         with BlobServiceClient.from_connection_string(connection_string(endpoint)) as client:
             client.create_container(bucket)
         yield Server(endpoint, bucket, "abfs", options_at)
