@@ -219,14 +219,18 @@ def look(url: str) -> Seen:
 
 def _look(url: str) -> Seen:
     store = trajstore.open(url, fsync=False)
-    episodes = {key: shown for key, shown, _ in read(store)}
+    found = list(read(store))
+    episodes = {key: shown for key, shown, _ in found}
     at = {c.name: trajstore.open(url, at=c.id, fsync=False) for c in store.checkpoints}
     saved = {name: {key: shown for key, shown, _ in read(past)} for name, past in at.items()}
-    columns = {name: found for name in COLUMNS if (found := read_column(store, name))}
+    columns = {name: known for name in COLUMNS if (known := read_column(store, name, found))}
     return Seen(True, episodes, columns, saved)
 
 
-def read(store: Store) -> Iterator[tuple[EpisodeKey, Shown, list[int]]]:
+Read = tuple[EpisodeKey, Shown, list[int]]
+
+
+def read(store: Store) -> Iterator[Read]:
     """Every episode, abandoned ones too, checked against the numbers of its steps, and its rows in its stream."""
     everything = store.snapshot.with_abandoned()
     table = everything.episodes
@@ -244,11 +248,11 @@ def read(store: Store) -> Iterator[tuple[EpisodeKey, Shown, list[int]]]:
         yield EpisodeKey(str(stream), int(episode)), Shown(tuple(steps.tolist()), str(end)), rows
 
 
-def read_column(store: Store, name: str) -> dict[int, float]:
+def read_column(store: Store, name: str, episodes: Iterable[Read]) -> dict[int, float]:
     """The values of a column by step, as far as it reaches."""
     stored = store.snapshot.columns.read(name)
     found: dict[int, float] = {}
-    for key, shown, rows in read(store) if stored else ():
+    for key, shown, rows in episodes if stored else ():
         first, known = stored.get(key.stream, (0, np.zeros(0)))
         for step, row in zip(shown.steps, rows, strict=False):
             if first <= row < first + len(known):
@@ -394,7 +398,7 @@ class Explorer:
         self._image, self._copy = Image(room / "image"), room / "copy"
         self._seen: dict[int, Seen] = {}
 
-    def run(self, limit: int, n_deep: int) -> Outcome:
+    def run(self, limit: int, n_deep: int, *, ends_at_violation: bool = False) -> Outcome:
         started, outcome = time.monotonic(), Outcome()
         chosen, n_random = choose(self._log, limit)
         deep = set(sorted(chosen)[:: max(1, len(chosen) // n_deep)]) if n_deep else set()
@@ -402,6 +406,8 @@ class Explorer:
         for crash in crashes(self._log, n_random, chosen):
             points.add(crash.at)
             self._try(crash, crash.state in deep and crash.state not in self._seen, outcome)
+            if outcome.violations and ends_at_violation:
+                break
         outcome.n_states, outcome.n_points = len(self._seen), len(points)
         outcome.seconds = time.monotonic() - started
         return outcome
@@ -838,7 +844,7 @@ def test_a_planted_bug_that_shows_only_at_a_loss_of_power_is_found(room: Path, b
     ledger = recorded(room, work, bug)
     last = len(ledger.versions) - 1
     assert not fault(look(ledger.url), ledger.versions, last, last)
-    outcome = Explorer(ledger, room).run(N_PLANTED, 0)
+    outcome = Explorer(ledger, room).run(N_PLANTED, 0, ends_at_violation=True)
     _log.info("%s", outcome)
     assert outcome.violations, str(outcome)
 

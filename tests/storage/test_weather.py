@@ -81,7 +81,9 @@ def test_a_training_loop_in_bad_weather_loses_and_doubles_nothing(
 
 
 @pytest.mark.timeout(600 + LOAD_S)
-@pytest.mark.parametrize("kind", ["seaweedfs", *(["gcs", "azure"] if "TRAJSTORE_LOAD_S" in os.environ else [])])
+@pytest.mark.parametrize(
+    "kind", ["seaweedfs", *(["s3", "gcs", "azure"] if "TRAJSTORE_LOAD_S" in os.environ else [])]
+)
 def test_many_readers_and_writers_on_one_bucket_see_only_what_was_written(
     kind: str, new_place: Callable[[str], Place]
 ) -> None:

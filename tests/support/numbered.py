@@ -138,9 +138,9 @@ def read_for(target: Target, seed: int, seconds: float) -> int:
 
 
 def _context() -> Any:
-    """Processes that are forked from one that has imported everything and has no threads."""
+    """Processes that are forked from one that has imported what takes long, and has no threads: not obstore."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.numbered"])
+    context.set_forkserver_preload(["tests.support.numbered", "numba", "zarr", "gcsfs"])
     return context
 
 

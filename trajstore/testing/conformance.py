@@ -6,12 +6,14 @@ The author of a backend subclasses `StorageConformance` in a test module, and py
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import sys
 import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -413,11 +415,15 @@ class StorageConformance:
         with ThreadPoolExecutor(2) as threads:
             writers = [threads.submit(write) for _ in range(2)]
             try:
-                codes = [_run_in_child("fork", _copy_parent_objects, storage) for _ in range(5)]
+                # All at once: a child connects by itself, which takes long beside threads that write.
+                copies = [functools.partial(_copy_parent_objects, to=f"child{i}") for i in range(5)]
+                children = [_start_child("fork", copy, storage) for copy in copies]
+                codes = [_end_of(child) for child in children]
             finally:
                 is_stopped.set()
             assert [writer.result() for writer in writers] == [None, None]
         assert codes == [0] * 5
+        assert storage.get_many([f"child{i}/3" for i in range(5)]) == [_make_bytes(1000)] * 5
 
     def _skip_without_processes(self, method: str) -> None:
         if self.is_per_process:
@@ -432,18 +438,27 @@ def _make_bytes(n_bytes: int) -> bytes:
     return (period * (n_bytes // 65_537 + 1))[:n_bytes]
 
 
-def _copy_parent_objects(storage: Storage) -> None:
+def _copy_parent_objects(storage: Storage, to: str = "child") -> None:
     data = storage.get_many([f"parent/{i}" for i in range(4)])
-    storage.put_many([Put(f"child/{i}", lambda i=i: data[i]) for i in range(4)])  # type: ignore[misc]
+    storage.put_many([Put(f"{to}/{i}", lambda i=i: data[i]) for i in range(4)])  # type: ignore[misc]
 
 
 def _run_in_child(method: str, function: Callable[[Storage], None], storage: Storage) -> int | None:
-    """Run a function in a child process; return its exit code, or None if it does not end in time."""
+    return _end_of(_start_child(method, function, storage))
+
+
+def _start_child(method: str, function: Callable[[Storage], None], storage: Storage) -> BaseProcess:
+    """Run a function in a child process."""
     with warnings.catch_warnings():
         # Forking a process that has threads is the purpose of the test.
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = multiprocessing.get_context(method).Process(target=function, args=(storage,))  # type: ignore[attr-defined]
+        child: BaseProcess = multiprocessing.get_context(method).Process(target=function, args=(storage,))  # type: ignore[attr-defined]
         child.start()
+    return child
+
+
+def _end_of(child: BaseProcess) -> int | None:
+    """The exit code of a process, or None if it does not end in time."""
     child.join(_JOIN_S)
     code: int | None = child.exitcode
     if code is None:
