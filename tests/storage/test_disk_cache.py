@@ -79,6 +79,44 @@ def test_a_layer_passes_every_call_on() -> None:
     assert public - vars(StorageLayer).keys() <= {"reset_locks"}
 
 
+def test_an_object_behind_the_last_row_is_not_kept(tmp_path: Path) -> None:
+    storage, key = cached(tmp_path, f"memory://{uuid.uuid4().hex}"), "streams/s/steps/x/c.2"
+    storage.note_rows("streams/s", {"steps/x": (10, 20)}, is_final=True)
+    for data in (b"old", b"new"):
+        storage.put(key, data)
+        assert storage.get(key) == data
+
+
+def test_an_object_that_is_deleted_goes_from_the_disk(tmp_path: Path) -> None:
+    storage, key = cached(tmp_path, f"memory://{uuid.uuid4().hex}"), "streams/s/steps/x/c.0"
+    storage.note_rows("streams/s", {"steps/x": (1, 1000)}, is_final=False)
+    for data in (b"old", b"new"):
+        storage.put(key, data)
+        assert storage.get(key) == data
+        assert len(files_of(tmp_path)) == 1
+        storage.delete([key])
+        assert files_of(tmp_path) == []
+
+
+def test_an_object_that_was_found_damaged_is_not_mapped_again(tmp_path: Path) -> None:
+    storage, key = in_directory(tmp_path / "bucket", tmp_path / "disk"), "streams/s/steps/x/c.0"
+    storage.note_rows("streams/s", {"steps/x": (1, 1000)}, is_final=False)
+    storage.put(key, b"data")
+    assert storage.drop_local(key)
+    assert not storage.drop_local(key)
+    for _ in range(3):
+        assert storage.get(key) == b"data"  # which keeps it whole
+        assert storage.map_if_local(key) is None
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trajstore-1").mkdir(mode=0o700)
+    cached(tmp_path, "memory://x")
+    monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
+    with pytest.raises(StorageError, match="not a directory of this user"):
+        cached(tmp_path, "memory://x")
+
+
 def test_a_range_that_is_read_into_memory_is_counted_and_kept(tmp_path: Path) -> None:
     storage = cached(tmp_path, f"memory://{uuid.uuid4().hex}")
     storage.note_rows("streams/s", {"steps/x": (1, 1000)}, is_final=False)

@@ -82,6 +82,19 @@ def test_an_outage_begins_with_a_single_try_that_failed(clock: Clock) -> None:
     assert caught.value.n_tries > 5
 
 
+def test_a_single_try_that_fails_for_good_begins_no_outage(clock: Clock) -> None:
+    def missing(timeout_s: float) -> None:
+        raise FileNotFoundError
+
+    retries = Retries(RetryPolicy())
+    with pytest.raises(FileNotFoundError):
+        retries.once(missing, fault_of)
+    clock.pass_time(59)
+    with pytest.raises(GaveUp) as caught:
+        retries.call(failing(clock, 1), fault_of)
+    assert "nothing has succeeded" not in caught.value.story
+
+
 def test_credentials_are_renewed_once(clock: Clock) -> None:
     renewed = []
 
