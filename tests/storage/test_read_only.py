@@ -21,6 +21,7 @@ from tests.cli.test_cli import run
 from trajstore import DiskCache, Field, Reader, Windows
 from trajstore.errors import StorageError, StoreNotFoundError
 from trajstore.storage import open_storage
+from trajstore.storage.fsspec_connection import FsspecConnection
 from trajstore.store.verify import verify
 
 SCHEMA = {"obs": Field("float32", (8,)), "action": Field("int64")}
@@ -243,3 +244,9 @@ def test_secrets_in_urls_are_not_shown() -> None:
 def test_places_that_can_neither_be_read_nor_written_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ftp://.*also one of hf, http, https, zip"):
         open_storage("ftp://host/x")
+
+
+def test_a_size_that_the_server_does_not_say_is_that_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: dict[str, Any] = {"info": {"size": None}, "cat_file": b"12345"}
+    monkeypatch.setattr(FsspecConnection, "call", lambda at, name, timeout_s, *args, **options: answers[name])
+    assert open_storage("http://127.0.0.1:1/x", {}).size("key") == 5

@@ -16,7 +16,20 @@ import s3fs
 import trajstore
 from tests.conftest import Place
 from tests.storage.test_storage import in_child
-from tests.support.proxy import LOSE, TRUNCATE, UNAVAILABLE, Answer, Proxy, Request, either, every, first, none
+from tests.support.proxy import (
+    LOSE,
+    TRUNCATE,
+    UNAVAILABLE,
+    Answer,
+    Fault,
+    Proxy,
+    Request,
+    Slow,
+    either,
+    every,
+    first,
+    none,
+)
 from trajstore import Field, Schema
 from trajstore.errors import ConflictError, StorageError
 from trajstore.storage import ABSENT, Put, Storage, client_options, open_storage
@@ -247,6 +260,35 @@ def test_bytes_that_are_late_are_asked_for_again(proxy: Proxy, behind: Place) ->
         assert hedged.get("key") == b"data"
     finally:
         released.set()
+
+
+def test_an_error_of_one_of_two_requests_is_not_the_answer(proxy: Proxy, behind: Place) -> None:
+    hedged = open_storage(behind.url, {**behind.options, "hedge_s": 0.05})
+    hedged.put("key", b"data")
+    has_second = threading.Event()
+
+    def plan(request: Request) -> Fault:
+        if len(proxy.requests) == 1:
+            has_second.wait(60)
+            return UNAVAILABLE
+        has_second.set()
+        return Slow(0.5)
+
+    proxy.forget()
+    proxy.plan = plan
+    assert hedged.get("key") == b"data"
+    assert len(proxy.requests) == 2
+
+
+@pytest.mark.parametrize("expect", [None, ABSENT])
+def test_a_bucket_that_does_not_exist_is_no_conflict_and_nothing_to_wait_for(
+    impatient: Place, expect: str | None
+) -> None:
+    storage = open_storage("s3://nobody-made-this-bucket/x", impatient.options)
+    with pytest.raises(StorageError, match="can't write") as caught:
+        storage.put("key", b"data", *([expect] if expect else []))
+    assert not isinstance(caught.value, ConflictError)
+    assert "gave up" not in str(caught.value)
 
 
 def test_ranges_that_lie_close_together_are_one_request(proxy: Proxy, storage: Storage) -> None:

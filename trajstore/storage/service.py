@@ -109,15 +109,11 @@ class ServiceStorage(RetriedStorage):
         first: Future[bytes] = pool.submit(self.ask_bytes, key, start, stop, timeout_s)
         if wait([first], self._service.hedge_s).done:
             return first.result()
-        second: Future[bytes] = pool.submit(self.ask_bytes, key, start, stop, timeout_s)
-        for _ in range(2):
-            done, late = wait([first, second], return_when=FIRST_COMPLETED)
-            answer = done.pop()
-            if answer.exception() is None or not late:
-                break
+        both = [first, pool.submit(self.ask_bytes, key, start, stop, timeout_s)]
+        done, late = wait(both, return_when=FIRST_COMPLETED)
+        if all(answer.exception() is not None for answer in done):
             wait(late)
-            answer = late.pop()
-        return answer.result()
+        return next((a for a in both if a.done() and a.exception() is None), first).result()
 
     def _hedge_threads(self) -> BackgroundPool:
         with self._lock:
