@@ -250,3 +250,15 @@ def test_a_size_that_the_server_does_not_say_is_that_of_the_bytes(monkeypatch: p
     answers: dict[str, Any] = {"info": {"size": None}, "cat_file": b"12345"}
     monkeypatch.setattr(FsspecConnection, "call", lambda at, name, timeout_s, *args, **options: answers[name])
     assert open_storage("http://127.0.0.1:1/x", {}).size("key") == 5
+
+
+def test_only_what_lies_in_a_directory_is_listed_of_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = ["a", "streams/", "?C=N;O=D", "streams/s", "../other", "/elsewhere"]
+
+    def call(at: FsspecConnection, name: str, timeout_s: float, *args: Any, **options: Any) -> list[str]:
+        if name == "ls":
+            return [f"http://127.0.0.1:1/x/{link}" for link in links] + ["http://127.0.0.1:1/beside"]
+        raise FileNotFoundError
+
+    monkeypatch.setattr(FsspecConnection, "call", call)
+    assert open_storage("http://127.0.0.1:1/x", {}).list_names("") == ["a", "streams"]

@@ -60,6 +60,16 @@ SAID = [
     ("az://c/x", {"account_name": "a", "account_key": "k"}, {"account_name": "a", "account_key": "k"}),
     ("abfs://c/x", {"account_name": "a", "sas_token": "t"}, {"account_name": "a", "sas_key": "t"}),
     (
+        "az://c/x",
+        {"account_name": "a", "account_key": "k", "anon": True},
+        {"account_name": "a", "account_key": "k"},
+    ),
+    (
+        "az://c/x",
+        {"connection_string": "AccountName=a;AccountKey=k;EndpointSuffix=core.example"},
+        {"account_name": "a", "account_key": "k", "endpoint": "https://a.blob.core.example"},
+    ),
+    (
         "abfss://c/x",
         {"connection_string": AZURE},
         {
@@ -92,6 +102,8 @@ def test_options_of_fsspec_are_said_in_obstores_words(
         ("s3://b/x", {"key": "k"}, "only one of key and secret"),
         ("s3://b/x%20y", S3, "path"),
         ("s3://b//x", S3, "path"),
+        ("s3://b/x/../y", S3, "path"),
+        ("s3://b/x", {**S3, "client_kwargs": {"use_ssl": False}}, "use_ssl"),
         ("s3://k:s@b/x", {}, "more than a bucket"),
         ("gs://b/x", {"token": "cloud"}, "token"),
         ("gs://b/x", {"session_kwargs": {}}, "session_kwargs"),
