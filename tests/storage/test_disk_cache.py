@@ -379,6 +379,14 @@ def test_what_is_used_stays(disk: Path) -> None:
     assert files.evictions > 0
 
 
+def test_reading_counts_as_use(disk: Path) -> None:
+    files = disk_files.DiskFiles(disk, 100_000)
+    files.write("s/0", [(0, b"data")], 4, whole=False)
+    os.utime(disk / "objects" / "s" / "0", ns=(0, 0))
+    assert files.read("s/0", 0, None) == b"data"
+    assert (disk / "objects" / "s" / "0").stat().st_mtime_ns > 0
+
+
 def test_an_object_above_the_budget_is_read_and_not_kept(url: str, disk: Path) -> None:
     fill(url)
     store = trajstore.open(url, disk_cache=DiskCache(disk, 5000))

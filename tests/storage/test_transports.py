@@ -24,7 +24,7 @@ from tests.support.servers.process import Server
 from trajstore import Field
 from trajstore.cli.app import main
 from trajstore.compat.rlinf.checkpoint_reference import CheckpointReference
-from trajstore.credentials import secrets_of
+from trajstore.credentials import redacted, secrets_of, shows_secrets
 from trajstore.errors import DataError, StorageError
 from trajstore.storage import FsspecStorage, ObstoreStorage, open_storage
 from trajstore.storage.obstore_options import UnmappedError, obstore_client
@@ -219,6 +219,18 @@ def test_an_unreachable_service_shows_no_secret_anywhere(
     text += "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("trajstore"))
     assert "planted" not in text
     assert ACCOUNT_KEY not in text
+
+
+def test_a_secret_is_hidden_as_it_looks_in_a_url_too_and_whole() -> None:
+    assert list(secrets_of("", {"secret": "a/b+cdef"})) == ["a/b+cdef", "a%2Fb%2Bcdef"]
+    assert redacted("it is abcdef", ["abc", "abcdef"]) == "it is ***"
+
+
+def test_a_secret_is_found_wherever_an_error_may_be_printed_with_it() -> None:
+    noted, in_context = ValueError("plain"), ValueError("plain")
+    noted.add_note(PLANTED)
+    in_context.__context__ = ValueError(PLANTED)
+    assert [shows_secrets(e, [PLANTED]) for e in (noted, in_context, ValueError("plain"))] == [True, True, False]
 
 
 def test_a_password_beside_its_user_is_a_secret() -> None:
