@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,14 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import trajstore
 from tests.cache.test_cache import check, everything
 from tests.sampling.test_batch_iterator import FIELDS, write
 from tests.support.faulty import through
 from trajstore import CorruptionError, Field, Reader, Schema, Windows
+from trajstore.cache.arena import Arena
+from trajstore.cache.cache_version import CacheVersion
 from trajstore.host_memory import HostMemory
-from trajstore.storage import FsspecStorage, Place
+from trajstore.sampling.compiled import batch_loops
+from trajstore.storage import Data, FsspecStorage, Place
 
 SHARDED = {path: replace(field, shard_rows=4 * field.chunk_rows) for path, field in FIELDS.items()}  # type: ignore[operator]
 
@@ -31,7 +37,7 @@ class FarStorage(FsspecStorage):
         self.n_single = 0
         self._in_wave = False
 
-    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+    def get_ranges(self, places: Sequence[Place]) -> Sequence[Data]:
         self.waves += [len(places)] * bool(places)
         self._in_wave = True
         try:
@@ -145,3 +151,48 @@ def test_a_column_of_a_far_store_uses_huge_pages_once_it_is_complete(monkeypatch
     for _ in reader.epoch(50, Windows()):
         pass
     assert any(start < stop for start, stop in asked)
+
+
+def test_chunks_that_are_kept_in_ram_keep_no_larger_answer() -> None:
+    """Neighbouring chunks come in one answer; each of them can be dropped alone."""
+    _, store, _ = far_store(SHARDED, [6] * 20)
+    reader = Reader(store)
+    reader.sample(200, Windows())
+    tier = reader.assembler.cache.tier
+    kept = [data for i in range(30) for r in store.streams if (data := tier.get((r.folder, "obs", i))) is not None]
+    assert len(kept) == 30
+    assert all(memoryview(memoryview(data).obj).nbytes == len(data) for data in kept)
+
+
+def test_memory_is_touched_while_chunks_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, store, _ = far_store({"obs": Field("float32", (20_000,), chunk_rows=4)}, [])
+    with store.writer(commit_seconds=None) as writer:
+        writer.append_episode({"obs": np.ones((50, 20_000), np.float32)}, terminated=True)
+    store.refresh()
+    touched, real = threading.Event(), Arena.touch
+
+    def touch(arena: Arena, slots: Any) -> None:
+        real(arena, slots)
+        touched.set()
+
+    def get_ranges(places: Sequence[Place]) -> Sequence[Data]:
+        assert touched.wait(60)
+        return FarStorage.get_ranges(storage, places)
+
+    reader = Reader(store)
+    monkeypatch.setattr(Arena, "touch", touch)
+    monkeypatch.setattr(storage, "get_ranges", get_ranges)
+    assert (reader.sample(20, Windows())["obs"] == 1).all()
+
+
+@pytest.mark.parametrize("n_bytes", [1, 100, 4096, 5000, 70_000])
+def test_touching_slots_leaves_the_others_as_they_are(n_bytes: int) -> None:
+    n_slots = 300_000 // n_bytes + 3  # in memory of the system, not of numpy
+    arena = Arena(Field("uint8", (n_bytes,)), 1, torch.device("cpu"), CacheVersion(), batch_loops)
+    arena.resize(n_slots, [], 0, n_slots)
+    rows = np.arange(n_slots)
+    arena.write(rows, np.full((n_slots, n_bytes), 7, np.uint8))
+    arena.touch(rows[1::2])
+    values = arena.read(torch.from_numpy(rows), arena.empty(rows.shape)).numpy()
+    assert (values[::2] == 7).all()
+    assert (values[1::2, :: mmap.PAGESIZE] == 0).all()

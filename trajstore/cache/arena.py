@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,8 @@ from trajstore.cache.tensor_dtypes import arena_dtypes
 from trajstore.host_memory import FEW_BYTES, HostMemory
 from trajstore.schema import Array, Field
 
+_SYSTEM_PAGE_BYTES = mmap.PAGESIZE
+_ONE_BYTE = np.zeros(1, np.uint8)
 _HUGE_BYTES = 32 << 20  # bytes of stored pages from which on they lie in huge pages of the system
 
 
@@ -113,6 +116,14 @@ class Arena:
             self._host.use_huge_pages(n_live * page_bytes, stop * page_bytes)
 
     # ---- filling slots
+
+    def touch(self, slots: Array) -> None:
+        """Make memory of the system resident for slots that are filled next. Their contents become undefined."""
+        if self._kernels is None or self._host is None or not len(slots):
+            return
+        slot_bytes = self._page_rows * self.row_bytes
+        positions = (slots[:, None] * slot_bytes + np.arange(0, slot_bytes, _SYSTEM_PAGE_BYTES)).reshape(-1)
+        self._kernels.scatter_rows(_ONE_BYTE, 1, np.zeros_like(positions), positions, self._bytes)
 
     def slot_views(self, slots: Array) -> list[Array] | None:
         """Return writable numpy views of slots; None if the arena is not in host memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -70,18 +71,21 @@ class ChunkFetcher:
         jobs: Sequence[Job],
         work: Callable[[Job, DecodeBuffers], None],
         chunk_of: Callable[[Job], StoredChunk],
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Call ``work(job, buffers)`` for every job, in threads.
 
         ``work`` calls `decode` for the chunk that ``chunk_of`` returns. If the storage is remote, the encoded
-        chunks are fetched first, many at a time.
+        chunks are fetched first, many at a time, and ``meanwhile`` is called during the first wave.
         """
         if not self._storage.is_remote:
             self._run(jobs, work)
             return
         chunks = [chunk_of(job) for job in jobs]
         for wave in _waves(chunks):
-            self._fetch(chunks[wave])
+            with _beside(meanwhile):
+                self._fetch(chunks[wave])
+            meanwhile = None
             try:
                 self._run(jobs[wave], work)
             finally:
@@ -173,15 +177,15 @@ class ChunkFetcher:
             reader.decode_chunk(array, number, kept, out)
             self._count(out.nbytes, n_host_hits=1)
             return
+        fetched = self._fetched.pop(key, None)
         if reader.are_shards_mapped(array):
             data = self._decode_mapped(chunk, out)
         else:
-            fetched = self._fetched.pop(key, None)
             data = reader.chunk(array, number, encoded) if fetched is None else fetched
             reader.decode_chunk(array, number, data, out)
         self._count(out.nbytes, n_read=len(data))
         if self._tier.budget:  # after decoding: only chunks that passed their checksum are kept
-            self._tier.put(key, data)
+            self._tier.put(key, data, is_shared=fetched is None or _is_part(fetched))
 
     def _decode_mapped(self, chunk: StoredChunk, out: Array) -> memoryview:
         """Decode a chunk of a mapped shard into ``out``; returns the encoded chunk."""
@@ -196,6 +200,24 @@ class ChunkFetcher:
             self._maps.drop(reader.record.folder, path, reader.object_number(array, number))
             raise
         return data
+
+
+@contextlib.contextmanager
+def _beside(call: Callable[[], None] | None) -> Iterator[None]:
+    """Make a call in a thread while the block runs; both have ended at its end."""
+    thread = threading.Thread(target=call, name="trajstore-cache", daemon=True)
+    if call is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        if call is not None:
+            thread.join()
+
+
+def _is_part(data: memoryview) -> bool:
+    """Whether the memory that a view shows holds more than that."""
+    return len(data) < memoryview(data.obj).nbytes
 
 
 def _waves(chunks: Sequence[StoredChunk]) -> Iterator[slice]:

@@ -15,9 +15,9 @@ class CompressedTier:
         self.budget = budget
         self.nbytes = 0
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[ChunkKey, bytes] = OrderedDict()  # the chunk used longest ago comes first
+        self._chunks: OrderedDict[ChunkKey, bytes | memoryview] = OrderedDict()  # used longest ago first
 
-    def get(self, key: ChunkKey) -> bytes | None:
+    def get(self, key: ChunkKey) -> bytes | memoryview | None:
         """Return a chunk and count that as a use; None if it is not here."""
         with self._lock:
             data = self._chunks.get(key)
@@ -28,13 +28,20 @@ class CompressedTier:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._chunks
 
-    def put(self, key: ChunkKey, data: memoryview) -> None:
-        """Keep a copy of a chunk, unless it is larger than the whole budget."""
+    def put(self, key: ChunkKey, data: memoryview, *, is_shared: bool = True) -> None:
+        """Keep a chunk, unless it is larger than the whole budget.
+
+        Args:
+            key: Which chunk.
+            data: Its bytes.
+            is_shared: Whether the memory holds something else, too, or will be used again; then it is copied.
+        """
         if len(data) > self.budget:
             return
+        kept = bytes(data) if is_shared else data
         with self._lock:
             self.nbytes += len(data) - len(self._chunks.pop(key, b""))
-            self._chunks[key] = bytes(data)
+            self._chunks[key] = kept
             self._shrink()
 
     def drop(self, key: ChunkKey) -> None:

@@ -53,7 +53,12 @@ class PageLoader:
             self._stats.evictions += n_evicted
             claims.append(_Claim(column, pages, slots))
         jobs = [job for claim in claims for job in claim.jobs(self.readers)]
-        self._fetcher.for_each(jobs, self._decode, attrgetter("chunk"))
+
+        def touch() -> None:
+            for claim in claims:
+                claim.touch()
+
+        self._fetcher.for_each(jobs, self._decode, attrgetter("chunk"), touch)
         for claim in claims:
             claim.finish(self.tick)
         self._stats.seconds["load"] += time.perf_counter() - start
@@ -112,6 +117,11 @@ class _Claim:
                 )
             job.targets.append((position, view[: reader.record.rows - p * column.page_rows]))
         return list(jobs.values())
+
+    def touch(self) -> None:
+        """Make memory resident that the jobs fill. It takes as long as filling it, but nothing has to have come."""
+        if self._upload is None:
+            self._column.arena.touch(self._slots)
 
     def finish(self, tick: int) -> None:
         """Record that the pages are resident, after uploading them if the arena is not in host memory."""

@@ -203,7 +203,7 @@ class ArrayLayout:
     def shard_index_bytes(self) -> int:
         return 16 * self.chunks_per_shard + CRC_BYTES
 
-    def decode_shard_index(self, data: bytes) -> Array:
+    def decode_shard_index(self, data: bytes | memoryview) -> Array:
         """The (offset, size) pairs of a shard's chunks, after a check of the index's checksum."""
         out = np.empty((self.chunks_per_shard, 2), np.uint64)
         Codec("none").decode(data, out)

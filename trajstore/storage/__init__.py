@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trajstore.storage.disk_cache import DiskCache, DiskCachedStorage
 from trajstore.storage.file_maps import FileMap
-from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, Put, Storage
+from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Data, Place, Put, Storage
 from trajstore.storage.layers import CountedStorage, StorageLayer
 from trajstore.storage.local import LocalStorage
 from trajstore.storage.request_options import OWN_OPTIONS, client_options
@@ -45,6 +45,7 @@ __all__ = [
     "OWN_OPTIONS",
     "UNSEEN",
     "CountedStorage",
+    "Data",
     "DiskCache",
     "DiskCachedStorage",
     "FileMap",

@@ -10,7 +10,7 @@ import time
 from trajstore.background_pool import BackgroundPool
 from trajstore.errors import StorageError
 from trajstore.storage.disk_files import DiskFiles
-from trajstore.storage.interface import Storage
+from trajstore.storage.interface import Data, Storage
 
 MAX_BYTES = 64 << 20  # larger objects stay as they are: reading all of one costs too much
 _PIECE_BYTES = 1 << 20
@@ -96,7 +96,7 @@ class Completer:
         if known is not None:
             return self._files.write(name, [(0, known)], size, whole=True, may_evict=False)
         spans = [(start, min(start + _PIECE_BYTES, size)) for start in range(0, size, _PIECE_BYTES)]
-        found = {span: self._files.read(name, *span) for span in spans}
+        found: dict[tuple[int, int], Data | None] = {span: self._files.read(name, *span) for span in spans}
         absent = [span for span, data in found.items() if data is None]
         found.update(zip(absent, self._inner.get_ranges([(key, *span) for span in absent]), strict=True))
         pieces = [(start, data) for (start, _), data in found.items() if data is not None]

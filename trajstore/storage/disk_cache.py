@@ -15,7 +15,7 @@ from trajstore.errors import StorageError
 from trajstore.storage.completer import Completer
 from trajstore.storage.disk_files import BLOCK_BYTES, DiskFiles
 from trajstore.storage.file_maps import FileMap, can_map_files
-from trajstore.storage.interface import Place, Storage
+from trajstore.storage.interface import Data, Place, Storage
 from trajstore.storage.layers import StorageLayer
 
 _STREAMS = "streams"
@@ -120,13 +120,13 @@ class DiskCachedStorage(StorageLayer):
     # ---- reading
 
     def get(self, key: str) -> bytes:
-        return self.get_ranges([(key, 0, None)])[0]
+        return bytes(self.get_ranges([(key, 0, None)])[0])
 
     def get_into(self, key: str, buffer: bytearray) -> memoryview:
         return self.inner.get_into(key, buffer) if self._copy_of(key) is None else memoryview(self.get(key))
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
-        return self.get_ranges([(key, start, stop)])[0]
+        return bytes(self.get_ranges([(key, start, stop)])[0])
 
     def get_range_into(self, key: str, start: int, stop: int, room: memoryview) -> memoryview:
         if self._copy_of(key) is None:
@@ -134,11 +134,11 @@ class DiskCachedStorage(StorageLayer):
         return memoryview(self.get_range(key, start, stop))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
-        return self.get_ranges([(key, 0, None) for key in keys])
+        return list(map(bytes, self.get_ranges([(key, 0, None) for key in keys])))
 
-    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+    def get_ranges(self, places: Sequence[Place]) -> Sequence[Data]:
         copies = [self._copy_of(key) for key, _, _ in places]
-        found = self._read_all(copies, places)
+        found: list[Data | None] = list(self._read_all(copies, places))
         absent = [i for i, data in enumerate(found) if data is None]
         kept = [i for i in absent if copies[i] is not None]
         self._count(found, copies, [places[i] for i in kept])
@@ -161,16 +161,14 @@ class DiskCachedStorage(StorageLayer):
         self.map(read_part, range(n_tasks))
         return found
 
-    def _count(
-        self, found: Sequence[bytes | None], copies: Sequence[_Copy | None], absent: Sequence[Place]
-    ) -> None:
+    def _count(self, found: Sequence[Data | None], copies: Sequence[_Copy | None], absent: Sequence[Place]) -> None:
         hits = [len(data) for data, copy in zip(found, copies, strict=True) if copy and data is not None]
         with self._lock:
             self._counts["hits"] += len(hits)
             self._counts["bytes_hit"] += sum(hits)
             self._counts["misses"] += len(absent)
 
-    def _fetch(self, wanted: Sequence[tuple[_Copy | None, Place]]) -> list[bytes]:
+    def _fetch(self, wanted: Sequence[tuple[_Copy | None, Place]]) -> Sequence[Data]:
         """Read places from the store in one wave, and keep what may be kept."""
         if self._files.is_paused:
             return self.inner.get_ranges([place for _, place in wanted])
@@ -183,13 +181,13 @@ class DiskCachedStorage(StorageLayer):
         asked += [place for copy, place in wanted if copy is None]
         read = self.inner.get_ranges(asked)
         others = iter(read[n_kept:])
-        pieces: dict[str, list[tuple[Place, bytes]]] = {}
+        pieces: dict[str, list[tuple[Place, Data]]] = {}
         for place, data in zip(asked[:n_kept], read, strict=False):
             pieces.setdefault(place[0], []).append((place, data))
         self._keep({place[0]: copy for copy, place in wanted if copy is not None}, pieces)
         return [next(others) if copy is None else _cut(pieces[place[0]], place) for copy, place in wanted]
 
-    def _keep(self, copies: Mapping[str, _Copy], pieces: Mapping[str, Sequence[tuple[Place, bytes]]]) -> None:
+    def _keep(self, copies: Mapping[str, _Copy], pieces: Mapping[str, Sequence[tuple[Place, Data]]]) -> None:
         for key, some in pieces.items():
             with self._lock:
                 self._counts["bytes_missed"] += sum(len(data) for _, data in some)
@@ -318,12 +316,12 @@ def _united(spans: Sequence[_Span]) -> list[_Span]:
     return list(found)
 
 
-def _cut(pieces: Sequence[tuple[Place, bytes]], place: Place) -> bytes:
+def _cut(pieces: Sequence[tuple[Place, Data]], place: Place) -> Data:
     """The bytes of a place, out of the piece that has them."""
     _, start, stop = place
     for (_, low, high), data in pieces:
         if low <= start and (high is None or (stop is not None and stop <= high)):
-            return (
-                data if (low, high) == (start, stop) else data[start - low : None if stop is None else stop - low]
-            )
+            if (low, high) == (start, stop):
+                return data
+            return memoryview(data)[start - low : None if stop is None else stop - low]
     raise AssertionError("a wave has every place that was asked for")

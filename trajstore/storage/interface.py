@@ -25,6 +25,7 @@ UNSEEN: Final = "*unseen*"  # nothing, or the same bytes; no reader looks yet, s
 OWN: Final = "*own*"  # nothing, or bytes of an earlier attempt of this writer, which a reader may be reading
 
 
+Data = bytes | memoryview  # read-only; a view may show a part of a larger answer, which it keeps in memory
 Place = tuple[str, int, int | None]  # an object's key, and bytes [start, stop) of it; the whole object without stop
 
 
@@ -247,11 +248,11 @@ class Storage:
         """Get many objects in one concurrent wave."""
         return self.map(self.get, keys)
 
-    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
-        """Get bytes of objects, or whole objects, in one concurrent wave."""
+    def get_ranges(self, places: Sequence[Place]) -> Sequence[Data]:
+        """Get bytes of objects, or whole objects, in one concurrent wave. They are not copied where that can be."""
         return self.map(self._get_place, places)
 
-    def _get_place(self, place: Place) -> bytes:
+    def _get_place(self, place: Place) -> Data:
         key, start, stop = place
         return self.get(key) if stop is None else self.get_range(key, start, stop)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trajstore.storage.file_maps import FileMap
-from trajstore.storage.interface import ANY, Place, Put, Storage
+from trajstore.storage.interface import ANY, Data, Place, Put, Storage
 
 T = TypeVar("T")
+D = TypeVar("D", bound=Data)
 
 
 class StorageLayer(Storage):
@@ -65,7 +66,7 @@ class StorageLayer(Storage):
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         return self.inner.get_many(keys)
 
-    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+    def get_ranges(self, places: Sequence[Place]) -> Sequence[Data]:
         return self.inner.get_ranges(places)
 
     @property
@@ -165,7 +166,8 @@ class CountedStorage(StorageLayer):
         return {**self.inner.stats(), **own}
 
     def get(self, key: str) -> bytes:
-        return self._got([self._counted("get", self.inner.get, key)])[0]
+        data: bytes = self._counted("get", self.inner.get, key)
+        return self._got([data])[0]
 
     def get_into(self, key: str, buffer: bytearray) -> memoryview:
         view: memoryview = self._counted("get", self.inner.get_into, key, buffer)
@@ -173,7 +175,8 @@ class CountedStorage(StorageLayer):
         return view
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
-        return self._got([self._counted("get", self.inner.get_range, key, start, stop)])[0]
+        data: bytes = self._counted("get", self.inner.get_range, key, start, stop)
+        return self._got([data])[0]
 
     def get_range_into(self, key: str, start: int, stop: int, room: memoryview) -> memoryview:
         view: memoryview = self._counted("get", self.inner.get_range_into, key, start, stop, room)
@@ -182,13 +185,13 @@ class CountedStorage(StorageLayer):
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         self._count("get", len(keys))
-        return self._got(self.inner.get_many(keys))
+        return list(self._got(self.inner.get_many(keys)))
 
-    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+    def get_ranges(self, places: Sequence[Place]) -> Sequence[Data]:
         self._count("get", len(places))
         return self._got(self.inner.get_ranges(places))
 
-    def _got(self, found: list[bytes]) -> list[bytes]:
+    def _got(self, found: Sequence[D]) -> Sequence[D]:
         self._count("get", 0, n_read=sum(map(len, found)))
         return found
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from trajstore.storage.interface import Place
+from trajstore.storage.interface import Data, Place
 
 _MAX_GAP_BYTES = 32 << 10  # read and thrown away: less than a request costs
 _MAX_BYTES = 8 << 20  # larger requests gain nothing, and are repeated whole when they fail
 
 
-def merge(places: Sequence[Place]) -> tuple[list[Place], Callable[[Sequence[bytes]], list[bytes]]]:
+def merge(places: Sequence[Place]) -> tuple[list[Place], Callable[[Sequence[Data]], list[Data]]]:
     """The requests for these places, and a function that cuts their answers into what was asked for."""
     requests: list[Place] = []
     pieces: list[tuple[int, int, int | None]] = [(0, 0, None)] * len(places)  # request, and a range of its answer
@@ -22,8 +22,8 @@ def merge(places: Sequence[Place]) -> tuple[list[Place], Callable[[Sequence[byte
         first = requests[-1][1]
         pieces[i] = (len(requests) - 1, start - first, None if stop is None else stop - first)
 
-    def cut(answers: Sequence[bytes]) -> list[bytes]:
-        return [answers[r] if _is_whole(requests[r], a, b) else answers[r][a:b] for r, a, b in pieces]
+    def cut(answers: Sequence[Data]) -> list[Data]:
+        return [answers[r] if _is_whole(requests[r], a, b) else memoryview(answers[r])[a:b] for r, a, b in pieces]
 
     return requests, cut
 

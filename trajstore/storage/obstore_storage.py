@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trajstore.storage.interface import ABSENT, ANY, Storage, check_key
+from trajstore.storage.interface import ABSENT, ANY, Data, Storage, check_key
 from trajstore.storage.obstore_options import ObstoreClient
 from trajstore.storage.request_options import ServiceOptions
 from trajstore.storage.service import RefusedConditionError, ServiceStorage
@@ -90,18 +90,18 @@ class ObstoreStorage(ServiceStorage):
         self._store = None
         return self._client.keys is None if other is None else other.renew()
 
-    def ask_bytes(self, key: str, start: int, stop: int | None, timeout_s: float) -> bytes:
+    def ask_bytes(self, key: str, start: int, stop: int | None, timeout_s: float) -> Data:
         if (other := self._other()) is not None:
             return other.ask_bytes(key, start, stop, timeout_s)
         store, path = self._connect(), self._root + key
         if stop is None:
-            return self._calls.get(store, path).bytes().to_bytes()  # type: ignore[no-any-return]
-        return self._calls.get_range(store, path, start=start, end=stop).to_bytes()  # type: ignore[no-any-return]
+            return memoryview(self._calls.get(store, path).bytes())
+        return memoryview(self._calls.get_range(store, path, start=start, end=stop))
 
-    def ask_ranges(self, key: str, ranges: Sequence[tuple[int, int]], timeout_s: float) -> list[bytes]:
+    def ask_ranges(self, key: str, ranges: Sequence[tuple[int, int]], timeout_s: float) -> Sequence[Data]:
         store, (starts, stops) = self._connect(), zip(*ranges, strict=True)
         found = self._calls.get_ranges(store, self._root + key, starts=starts, ends=stops, coalesce=0)
-        return [data.to_bytes() for data in found]
+        return [memoryview(data) for data in found]
 
     @property
     def ranges_at_once(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from trajstore.errors import StorageError
 from trajstore.storage.fsspec_connection import FsspecConnection
-from trajstore.storage.interface import ANY, Place, Put, check_key, check_tree
+from trajstore.storage.interface import ANY, Data, Place, Put, check_key, check_tree
 from trajstore.storage.request_options import OWN_OPTIONS, ServiceOptions, client_options, service_options
 from trajstore.storage.retried_storage import RetriedStorage
 
@@ -82,7 +82,7 @@ class ReadOnlyStorage(RetriedStorage):
         size = {"size": stop} if self._is_hub else {}
         return bytes(self._asked("read", key, "cat_file", start=start, end=stop, **size))
 
-    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+    def get_ranges(self, places: Sequence[Place]) -> Sequence[Data]:
         if len(places) <= 1:
             return super().get_ranges(places)
         for key in {key for key, _, _ in places}:
@@ -96,7 +96,7 @@ class ReadOnlyStorage(RetriedStorage):
         return self.completed(places, found)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
-        return self.get_ranges([(key, 0, None) for key in keys])
+        return list(map(bytes, self.get_ranges([(key, 0, None) for key in keys])))
 
     def _sends_ranges(self) -> bool:
         """Whether parts of objects can be read; a plain web server may send the whole object instead."""

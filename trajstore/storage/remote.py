@@ -10,7 +10,7 @@ from typing import Any
 
 from trajstore.storage.fsspec_client import package_of
 from trajstore.storage.fsspec_connection import FsspecConnection
-from trajstore.storage.interface import ABSENT, ANY, Place, Storage, check_key
+from trajstore.storage.interface import ABSENT, ANY, Data, Place, Storage, check_key
 from trajstore.storage.merged_ranges import merge
 from trajstore.storage.request_options import N_REQUESTS, ServiceOptions
 from trajstore.storage.service import RefusedConditionError, ServiceStorage
@@ -74,7 +74,7 @@ class FsspecStorage(ServiceStorage):
         limit_s = max(timeout_s, self._service.retries.total_s)
         return bytes(self._at.call("cat_file", limit_s, self._at.path(key), **self._in_one_request()))
 
-    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+    def get_ranges(self, places: Sequence[Place]) -> Sequence[Data]:
         if len(places) <= 1 or self._service.hedge_s is not None or not self._at.is_async:
             return super().get_ranges(places)
         wave, cut = merge(places)

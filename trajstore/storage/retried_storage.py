@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from trajstore.credentials import secrets_of, without_credentials
 from trajstore.errors import MissingExtraError, StorageError
-from trajstore.storage.interface import Place, Storage, check_key, storage_error
+from trajstore.storage.interface import Data, Place, Storage, check_key, storage_error
 from trajstore.storage.request_options import ServiceOptions
 from trajstore.storage.retry import Fault, GaveUp, Retries, fault_of, ignores_ranges
 
@@ -82,7 +82,7 @@ class RetriedStorage(Storage):
         except Exception:  # comes again, if it is more than bad luck
             return None
 
-    def completed(self, places: Sequence[Place], found: Sequence[Any] | None) -> list[bytes]:
+    def completed(self, places: Sequence[Place], found: Sequence[Any] | None) -> list[Data]:
         """The bytes of places, of which some, or all, were tried to read at once.
 
         What failed is read again, one by one: each with all the tries that the policy allows, and a proper error.
@@ -111,7 +111,7 @@ class RetriedStorage(Storage):
 def _is_part(data: Any, place: Place) -> bool:
     """Whether a client's answer is the bytes of a place; it may be an error, or the whole object."""
     _, start, stop = place
-    return isinstance(data, bytes) and (stop is None or len(data) <= stop - start)
+    return isinstance(data, Data) and (stop is None or len(data) <= stop - start)
 
 
 def _fault_of(error: Exception) -> Fault:

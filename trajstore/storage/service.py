@@ -12,7 +12,7 @@ from typing import Any
 
 from trajstore.background_pool import BackgroundPool
 from trajstore.errors import ConflictError
-from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Place, check_key
+from trajstore.storage.interface import ABSENT, ANY, OWN, UNSEEN, Data, Place, check_key
 from trajstore.storage.merged_ranges import grouped, merge
 from trajstore.storage.request_options import N_REQUESTS, ServiceOptions
 from trajstore.storage.retried_storage import RetriedStorage
@@ -44,11 +44,11 @@ class ServiceStorage(RetriedStorage):
 
     # ---- single requests, made by subclasses -------------------------------------------------------
 
-    def ask_bytes(self, key: str, start: int, stop: int | None, timeout_s: float) -> bytes:
+    def ask_bytes(self, key: str, start: int, stop: int | None, timeout_s: float) -> Data:
         """Bytes ``[start, stop)`` of an object, or all of them."""
         raise NotImplementedError
 
-    def ask_ranges(self, key: str, ranges: Sequence[tuple[int, int]], timeout_s: float) -> list[bytes]:
+    def ask_ranges(self, key: str, ranges: Sequence[tuple[int, int]], timeout_s: float) -> Sequence[Data]:
         """Several ranges of one object, at most `ranges_at_once`, all under way at the same time."""
         raise NotImplementedError
 
@@ -93,20 +93,25 @@ class ServiceStorage(RetriedStorage):
     # ---- reading -----------------------------------------------------------------------------------
 
     def get(self, key: str) -> bytes:
-        return self._read(key, 0, None)
+        return bytes(self._read(key, 0, None))
 
     def get_range(self, key: str, start: int, stop: int) -> bytes:
-        check_key(key)
-        return b"" if start == stop else self._read(key, start, stop)
+        return bytes(self._read(key, start, stop))
 
-    def _read(self, key: str, start: int, stop: int | None) -> bytes:
+    def _get_place(self, place: Place) -> Data:
+        return self._read(*place)
+
+    def _read(self, key: str, start: int, stop: int | None) -> Data:
+        if start == stop:
+            check_key(key)
+            return b""
         if self._service.hedge_s is None:
             return self.retried("read", key, lambda timeout_s: self.ask_bytes(key, start, stop, timeout_s))
         return self.retried("read", key, lambda timeout_s: self._read_hedged(key, start, stop, timeout_s))
 
-    def _read_hedged(self, key: str, start: int, stop: int | None, timeout_s: float) -> bytes:
+    def _read_hedged(self, key: str, start: int, stop: int | None, timeout_s: float) -> Data:
         pool = self._hedge_threads()
-        first: Future[bytes] = pool.submit(self.ask_bytes, key, start, stop, timeout_s)
+        first: Future[Data] = pool.submit(self.ask_bytes, key, start, stop, timeout_s)
         if wait([first], self._service.hedge_s).done:
             return first.result()
         both = [first, pool.submit(self.ask_bytes, key, start, stop, timeout_s)]
@@ -124,13 +129,13 @@ class ServiceStorage(RetriedStorage):
     def get_many(self, keys: Sequence[str]) -> list[bytes]:
         return self.map(self.get, keys)
 
-    def get_ranges(self, places: Sequence[Place]) -> list[bytes]:
+    def get_ranges(self, places: Sequence[Place]) -> Sequence[Data]:
         if len(places) <= 1:
             return super().get_ranges(places)
         merged, cut = merge(places)
         return cut(self._read_wave(merged))
 
-    def _read_wave(self, places: Sequence[Place]) -> list[bytes]:
+    def _read_wave(self, places: Sequence[Place]) -> Sequence[Data]:
         """Read places that are sorted by key. Ranges of one object share a thread, which saves time."""
         if (most := self.ranges_at_once) == 1 or self._service.hedge_s is not None:
             return self.map(self._get_place, places)
@@ -138,7 +143,7 @@ class ServiceStorage(RetriedStorage):
         found = self.map(lambda group: self._try_group(places[group]), groups)
         return self.completed(places, [data for group in found for data in group])
 
-    def _try_group(self, places: Sequence[Place]) -> Sequence[bytes | None]:
+    def _try_group(self, places: Sequence[Place]) -> Sequence[Data | None]:
         """The bytes of several ranges of one object; None for each if one of them fails."""
         if len(places) == 1:
             return [self._get_place(places[0])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trajstore.format.array_layout import ArrayLayout
 from trajstore.schema import Array
-from trajstore.storage import Storage
+from trajstore.storage import Data, Storage
 
 
 class ShardIndexes:
@@ -34,7 +34,7 @@ class ShardIndexes:
         n_rows = min((index + 1) * layout.chunk_rows, length)
         return known if known is not None and known[1] >= n_rows else None
 
-    def learn(self, path: str, layout: ArrayLayout, index: int, length: int, data: bytes) -> tuple[Array, int]:
+    def learn(self, path: str, layout: ArrayLayout, index: int, length: int, data: Data) -> tuple[Array, int]:
         """Keep the index of the shard that holds a chunk.
 
         Raises:

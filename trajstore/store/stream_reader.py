@@ -16,7 +16,7 @@ from trajstore.format.commit_record import CommitRecord
 from trajstore.format.spans import Spans, check_spans
 from trajstore.format.zstd_library import zstd_library
 from trajstore.schema import Array, Schema, stored_fill
-from trajstore.storage import FileMap, Place, Storage
+from trajstore.storage import Data, FileMap, Place, Storage
 from trajstore.store.recent_chunks import RecentChunks
 from trajstore.store.shard_indexes import ShardIndexes
 from trajstore.store.shard_pieces import ImpossibleChunkError, ShardPiece, pieces
@@ -297,7 +297,7 @@ class StreamReader:
             return None
         return self._key(path, layout, index), 0, layout.shard_index_bytes
 
-    def set_index(self, path: str, index: int, data: bytes) -> None:
+    def set_index(self, path: str, index: int, data: Data) -> None:
         """Note the index of the shard that holds a chunk, as it was read from `index_place`.
 
         Raises:
