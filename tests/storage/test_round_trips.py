@@ -10,7 +10,7 @@ import pytest
 import trajstore
 from tests.conftest import Place
 from tests.support.proxy import INTERNAL, RESET, TRUNCATE, Fault, Proxy, Request
-from trajstore import Field, Reader, Schema, Windows
+from trajstore import Field, Reader, ReplayBuffer, Schema, Windows
 from trajstore.storage import Storage, open_storage
 
 pytestmark = pytest.mark.s3
@@ -106,6 +106,44 @@ def test_opening_is_two_round_trips(proxy: Proxy, place: Place) -> None:
             trajstore.open(place.url, **place.kwargs)
             proxy.gather(1, lambda request: False)
             assert proxy.count() == {"LIST": 1, "GET": 3 + n}
+
+
+def test_creating_again_is_two_round_trips_and_a_buffer_one_more(proxy: Proxy, place: Place) -> None:
+    store = trajstore.create(place.url, SCHEMA, **place.kwargs)
+    for i in range(3):
+        write(store, f"w{i}", 20)
+
+    def create() -> None:
+        assert len(trajstore.create(place.url, SCHEMA, exist_ok=True, **place.kwargs)) == 3
+
+    def buffer() -> None:
+        ReplayBuffer(place.url, schema=SCHEMA, exist="join", **place.kwargs).close()
+
+    def is_spans_read(request: Request) -> bool:
+        return "/spans/" in request.key
+
+    # The root, two lists, the schema (and that there is no second one); the records; two arrays of spans a stream.
+    waves = [(5, lambda r: not (is_record_read(r) or is_spans_read(r))), (3, is_record_read), (6, is_spans_read)]
+    for begin in (create, buffer):
+        for n_at_once, which in waves:
+            proxy.forget()
+            proxy.gather(n_at_once, which)  # answered only once all of them are under way
+            begin()
+            proxy.gather(1, lambda request: False)
+            assert proxy.count() == {"LIST": 2, "GET": 3 + 3 + 6}
+
+
+def test_groups_of_a_new_store_are_put_while_conditions_are_probed(proxy: Proxy, place: Place) -> None:
+    puts: list[Request] = []
+
+    def is_early_put(request: Request) -> bool:
+        if request.kind == "PUT":
+            puts.append(request)
+        return request.kind == "PUT" and len(puts) <= 3
+
+    proxy.gather(3, is_early_put)  # answered only once all of them are under way
+    trajstore.create(place.url, SCHEMA, **place.kwargs)
+    assert len(puts) == 6  # two groups; a probe and its repetition; the root; the schema
 
 
 def test_a_refresh_is_a_listing_and_the_records_of_streams_that_go_on(proxy: Proxy, place: Place) -> None:

@@ -172,6 +172,9 @@ class Storage:
         """Whether the place refuses to create an object that exists, so that of several creators one succeeds."""
         return True
 
+    def learn_conditions(self) -> None:
+        """Find out what `put_once` has to know of the place, so that it costs one request."""
+
     def put_once(self, key: str, data: bytes) -> bool:
         """Put an object unless it exists; return whether it was put.
 

@@ -99,6 +99,9 @@ class StorageLayer(Storage):
     def is_exclusive(self) -> bool:
         return self.inner.is_exclusive
 
+    def learn_conditions(self) -> None:
+        self.inner.learn_conditions()
+
     def put_once(self, key: str, data: bytes) -> bool:
         return self.inner.put_once(key, data)
 

@@ -221,6 +221,10 @@ class ServiceStorage(RetriedStorage):
     def is_exclusive(self) -> bool:
         return self._refuses_existing is not False
 
+    def learn_conditions(self) -> None:
+        if self.is_remote:
+            self._heeds_conditions()
+
     def put_once(self, key: str, data: bytes) -> bool:
         if not self.is_remote or self._heeds_conditions():
             return super().put_once(key, data)

@@ -103,13 +103,19 @@ def parse_schema(data: bytes, what: str, before: Schema | None = None) -> Schema
     return schema
 
 
-def settle(storage: Storage, schema: Schema, schema_of_streams: Callable[[], Schema | None]) -> Schema:
+def settle(
+    storage: Storage,
+    schema: Schema,
+    schema_of_streams: Callable[[], Schema | None],
+    first: Sequence[bytes | None] | None = None,
+) -> Schema:
     """Make a schema that of the store, or add the fields that the store's schema lacks to it.
 
     Args:
         storage: The store.
         schema: The schema that a writer will use.
         schema_of_streams: Reads the schema that streams use; None if there is no stream.
+        first: The first schema objects, if they were just read.
 
     Returns:
         The same fields, as the store declares them.
@@ -118,7 +124,8 @@ def settle(storage: Storage, schema: Schema, schema_of_streams: Callable[[], Sch
         SchemaError: It differs from the store's schema in more than fields that declare a fill.
     """
     while True:
-        known = read_schemas(storage)
+        known = read_schemas(storage) if first is None else later_schemas(storage, first)
+        first = None
         wanted = known[-1].merged(_compatible(storage, known[-1], schema)) if known else schema
         if known and len(wanted) == len(known[-1]):
             return known[-1].only(schema.fields)

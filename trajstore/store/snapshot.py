@@ -27,7 +27,7 @@ from trajstore.store.snapshot_html import SnapshotHtml
 from trajstore.store.span_rows import SpanRows
 from trajstore.store.stored_copies import at_place_of, is_moved, load_records, with_packed_copies
 from trajstore.store.stream_reader import MissingChunkError, StreamReader
-from trajstore.store.stream_view import StreamView
+from trajstore.store.stream_view import StreamView, read_spans_ahead
 
 T = TypeVar("T")
 
@@ -320,12 +320,12 @@ class Snapshot(SnapshotHtml):
         hidden: dict[str, tuple[tuple[int, int], ...]] = {}
         for r in records:
             if r.replaces and not lineage.is_abandoned(r.id):
-                ranges = hidden.get(r.replaces.stream, ())
-                hidden[r.replaces.stream] = (*ranges, (r.replaces.start, r.replaces.stop))
+                place = (r.replaces.start, r.replaces.stop)
+                hidden[r.replaces.stream] = (*hidden.get(r.replaces.stream, ()), place)
+        read_spans_ahead(self._storage, (s for s in self._streams.values() if lineage.n_spans(s.record)))
         parts = []
         for name, stream in self._streams.items():
-            record = stream.record
-            logical = record.shown_as
+            record, logical = stream.record, stream.record.shown_as
             is_limited = name in lineage.limits
             part = VisibleSpans(
                 stream=position[logical],

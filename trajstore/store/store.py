@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -222,13 +222,18 @@ class Store:
     def _known_schema(self) -> Schema | None:
         return self._settled or read_schema(self._storage)
 
-    def _settle_schema(self, schema: Schema) -> None:
-        """Set the store's schema if it has none, or add fields to it; refuse a schema that contradicts it."""
+    def _settle_schema(self, schema: Schema, first: Sequence[bytes | None] | None = None) -> None:
+        """Set the store's schema if it has none, or add fields to it; refuse a schema that contradicts it.
+
+        Args:
+            schema: The fields.
+            first: The first schema objects, if they were just read.
+        """
         stream_layouts(schema)  # raises for codecs and chunk sizes that no writer could use
         shown = self._snapshot.schema
         if shown is not None and (differences := shown.differences(schema, "the store", "the given schema")):
             raise SchemaError(f"{self.url} has another schema: {'; '.join(differences)}")
-        self._settled = settle(self._storage, schema, lambda: Snapshot.load(self._storage, None).schema)
+        self._settled = settle(self._storage, schema, lambda: Snapshot.load(self._storage, None).schema, first)
 
     def __repr__(self) -> str:
         at = f" at checkpoint {self._at}" if self._at is not None else ""
@@ -293,13 +298,22 @@ def _create(
     load_compressors()
     if storage.is_read_only:
         storage.check_writable()  # raises
-    if not _make_root(storage) and not exist_ok:
+    objects = [partial(schema_object, storage, number) for number in range(FIRST_SCHEMAS)]
+    lists = [partial(storage.list_names, prefix) for prefix in ("", "streams")]
+    root, names, streams, *first = at_once(storage, [partial(_root, storage), *lists, *objects])
+    is_new = root is None and _make_root(storage, names, streams)
+    if not (is_new or exist_ok):
         raise StoreExistsError(f"{storage.display} is already a store; open it, or pass exist_ok=True")
-    check_root(storage)
+    if not is_new:
+        _check_root(storage, root or storage.get(_ROOT))
     store = Store(storage, url, storage_options)
     if schema is not None:
-        store._settle_schema(schema)
-    store.refresh()
+        store._settle_schema(schema, first)
+    if root is None:  # others may have begun since
+        store.refresh()
+    else:
+        known = later_schemas(storage, first) if store._settled is None else [store._settled]
+        store._snapshot = Snapshot.load(storage, known[-1] if known else None, names=streams)
     return store
 
 
@@ -345,17 +359,21 @@ def open(  # noqa: A001 - trajstore.open reads as it should
     return store
 
 
-def _make_root(storage: Storage) -> bool:
+def _make_root(storage: Storage, names: Collection[str], streams: Collection[str]) -> bool:
     """Create the root and the groups below it; returns False if the root exists.
+
+    Args:
+        storage: Storage of the store.
+        names: What the location holds.
+        streams: What it holds below ``streams``.
 
     Raises:
         StoreExistsError: The location holds something else.
     """
-    names = storage.list_names("")
     if _ROOT in names:
         return False
     # The root is put last: what a crash before that leaves is not a store yet, and `create` may be called again.
-    if not set(names) <= _SKELETON or not set(storage.list_names("streams")) <= {_ROOT}:
+    if not set(names) <= _SKELETON or not set(streams) <= {_ROOT}:
         raise StoreExistsError(f"{storage.display} is not empty and not a store; choose another location")
     return put_root(storage)
 
@@ -366,8 +384,9 @@ def put_root(storage: Storage) -> bool:
     Returns:
         False if a root exists already.
     """
-    for key in (_STREAMS, _CHECKPOINTS):
-        storage.put(key, to_json_bytes(GROUP))  # the same bytes, whoever puts them
+    # The same bytes, whoever puts them.
+    groups = [partial(storage.put, key, to_json_bytes(GROUP)) for key in (_STREAMS, _CHECKPOINTS)]
+    at_once(storage, [storage.learn_conditions, *groups])
     return storage.put_once(_ROOT, _root_bytes())
 
 
@@ -383,10 +402,21 @@ def check_root(storage: Storage) -> str:
         StoreNotFoundError: The location holds no store.
         FormatError: The location holds something else, or a store of a newer format.
     """
+    data = _root(storage)
+    if data is None:
+        raise StoreNotFoundError(f"{storage.display}: there is no store here")
+    return _check_root(storage, data)
+
+
+def _root(storage: Storage) -> bytes | None:
+    """The bytes of the root; None if there is none."""
     try:
-        data = storage.get(_ROOT)
+        return storage.get(_ROOT)
     except FileNotFoundError:
-        raise StoreNotFoundError(f"{storage.display}: there is no store here") from None
+        return None
+
+
+def _check_root(storage: Storage, data: bytes) -> str:
     return str(trajstore_attributes(parse_json(data, storage.display), "store", storage.display).get("id"))
 
 

@@ -21,6 +21,7 @@ from trajstore.store.recent_chunks import RecentChunks
 from trajstore.store.shard_indexes import ShardIndexes
 from trajstore.store.shard_pieces import ImpossibleChunkError, ShardPiece, pieces
 
+SPAN_ARRAYS = ("spans/ints", "spans/floats")
 _WAVE_CHUNKS = 64  # read at a time
 _WAVE_SHARDS = 16  # the same of sharded arrays
 _DECODE_TASKS = 4  # threads that decode the chunks of one shard
@@ -450,8 +451,15 @@ class StreamReader:
 
     def read_spans(self, start: int = 0) -> Spans:
         """Read and check the spans from ``start`` on."""
-        ints = self.read_rows("spans/ints", start, self.record.spans)
-        floats = self.read_rows("spans/floats", start, self.record.spans)
+        ints, floats = (self.read_rows(path, start, self.record.spans) for path in SPAN_ARRAYS)
+        return self.checked_spans(ints, floats, start)
+
+    def checked_spans(self, ints: Array, floats: Array, start: int) -> Spans:
+        """The spans from ``start`` on, of the rows of `SPAN_ARRAYS`.
+
+        Raises:
+            CorruptionError: They are impossible, or not those of the record.
+        """
         spans = Spans(ints, floats)
         try:
             check_spans(spans, self.record.rows, self.record.text_bytes)
