@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 import trajstore
 from tests.conftest import Place
-from tests.support.proxy import INTERNAL, RESET, TRUNCATE, Fault, Proxy, Request
+from tests.support.proxy import INTERNAL, RESET, TRUNCATE, Fault, Hold, Proxy, Request
 from trajstore import Field, Reader, ReplayBuffer, Schema, Windows
 from trajstore.storage import Storage, open_storage
 
 pytestmark = pytest.mark.s3
 
 SCHEMA = Schema({"obs": Field("float32", (4,), chunk_rows=20), "action": Field("int64", chunk_rows=20)})
+STEP = {"obs": np.ones(4, np.float32), "action": 1}
 N_CHUNKS = 10  # of each field
 SPREAD = 100_000  # bytes between ranges, so that they are not merged
 
@@ -156,3 +159,31 @@ def test_a_refresh_is_a_listing_and_the_records_of_streams_that_go_on(proxy: Pro
         proxy.forget()
         store.refresh()
         assert proxy.count() == {"LIST": 1, "GET": 1}
+
+
+def test_appends_and_batches_of_new_steps_wait_for_no_put_until_the_memory_bound(
+    proxy: Proxy, place: Place
+) -> None:
+    n_steps = 400
+    options: dict[str, Any] = {"commit_steps": 10, "commit_seconds": None, "buffer_bytes": "1MiB"}
+    buffer = ReplayBuffer(place.url, schema=SCHEMA, seed=0, **options, **place.kwargs)
+    buffer.append(STEP)
+    buffer.flush()
+    proxy.plan = hold = Hold(0, "PUT")
+    sampled = []
+
+    def run() -> None:
+        for _ in range(n_steps):
+            buffer.append(STEP)
+        sampled.append(buffer.sample(32))
+
+    # In a thread, so that an append that waits fails the test instead of blocking it.
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    running.join(60)
+    hold.wait()
+    assert len(sampled) == 1  # all was appended, and commits had begun, but no put was answered
+    assert trajstore.open(place.url, **place.kwargs).snapshot.n_rows == 1
+    hold.release()
+    buffer.close()
+    assert trajstore.open(place.url, **place.kwargs).snapshot.n_rows == 1 + n_steps
