@@ -5,7 +5,7 @@
 
    server LATENCY_S BYTES_PER_S      (0: without limit)
 
-   GET /_set?LATENCY_S,BYTES_PER_S   sets both
+   GET /_set?LATENCY_S,BYTES_PER_S,MOST_KEPT   sets them; larger objects than that are kept empty
    GET /_counts                      requests by kind since the last such call, and seconds of CPU */
 
 #define _GNU_SOURCE
@@ -29,7 +29,7 @@ enum { N_KINDS = 6, N_BUCKETS = 1 << 16, MAX_HEAD = 32 << 10 };
 
 static const char *KINDS[N_KINDS] = {"GET", "PUT", "HEAD", "DELETE", "POST", "LIST"};
 static long counts[N_KINDS];
-static double latency_s, bytes_per_s, down_free_at, up_free_at;
+static double latency_s, bytes_per_s, down_free_at, up_free_at, most_kept = 1e18;
 static int poll_fd;
 
 static void *checked(void *memory) {
@@ -258,6 +258,7 @@ static void take_put(Reply *reply, const char *head, const char *path, const cha
         add(&reply->text, "<CopyObjectResult><ETag>\"%ld\"</ETag></CopyObjectResult>", body->tag);
     } else {
         body = checked(calloc(1, sizeof *body));
+        if (n > most_kept) n = 0;
         body->bytes = checked(malloc(n + 1));
         memcpy(body->bytes, data, n);
         body->n = n;
@@ -343,7 +344,7 @@ static void take_delete_many(Reply *reply, const char *bucket, char *text) {
 
 static bool take_command(Reply *reply, const char *path, const char *query) {
     if (strcmp(path, "/_set") == 0) {
-        sscanf(query, "%lf,%lf", &latency_s, &bytes_per_s);
+        sscanf(query, "%lf,%lf,%lf", &latency_s, &bytes_per_s, &most_kept);
         down_free_at = up_free_at = 0;
         return true;
     }

@@ -188,9 +188,12 @@ class ObjectServer:
             body: bytes = answer.read()
         return body
 
-    def set(self, latency_s: float, bytes_per_s: float = 0.0) -> None:
-        """Change the latency, and the bandwidth that all connections share; 0: without limit."""
-        self._ask(f"/_set?{latency_s},{bytes_per_s}")
+    def set(self, latency_s: float, bytes_per_s: float = 0.0, most_kept: float = 1e18) -> None:
+        """Change the latency, and the bandwidth that all connections share; 0: without limit.
+
+        Objects of more bytes than ``most_kept`` are received, but the compiled server keeps them empty.
+        """
+        self._ask(f"/_set?{latency_s},{bytes_per_s},{most_kept}")
 
     def counts(self) -> dict[str, float]:
         """Requests by kind since the last call, and ``cpu_s``: seconds of CPU that the server has used in all."""

@@ -259,6 +259,34 @@ def compare(report: Report, seconds: Mapping[tuple[str, str], list[float]], far:
         report.ratio(f"{name}, round trips of 20 ms", value, most, at_most=True, fastest=min(there) / 0.02)
 
 
+# ---- puts
+
+
+def puts(report: Report, server: ObjectServer, n_bytes: float) -> None:
+    """Write state with the default options; large objects are received and thrown away."""
+    server.set(0.0, 0.0, 1 << 20)
+    fields = {"obs": Field("float32", (64,)), "action": Field("float32", (8,)), "reward": Field("float32")}
+    rng = np.random.default_rng(0)
+    steps = {
+        path: rng.normal(size=(100, EPISODE_STEPS, *field.shape)).astype("f4") for path, field in fields.items()
+    }
+    per_episode = sum(values[0].nbytes for values in steps.values())
+    store = trajstore.create("s3://bucket/puts", fields, storage_options=server.options())
+    before, n = store.snapshot.storage.stats(), int(n_bytes / per_episode) + 1
+    with stopwatch() as watch, store.writer() as writer:
+        for i in range(n):
+            writer.append_episode({path: values[i % 100] for path, values in steps.items()}, terminated=True)
+    after = store.snapshot.storage.stats()
+    found = after["requests"]["put"] - before["requests"]["put"]
+    written = after["bytes_written"] - before["bytes_written"]
+    appended = n * per_episode
+    report.fact(
+        "puts", "state, default options", appended_gb=appended / 1e9, puts=found, written_gb=written / 1e9,
+        mb_per_s=appended / watch.seconds / 1e6,
+    )  # fmt: skip
+    report.ratio("puts for 10 GB of state", found * 10e9 / appended, 2000, at_most=True)
+
+
 # ---- training
 
 
@@ -319,6 +347,8 @@ def main() -> None:
         work.fill()
         operations(report, work, rounds, far)
         training(report, work, directory / "disk", [place for place in far if place.latency_s == 0.02], args.small)
+    with object_server() as server:
+        puts(report, server, 40e6 if args.small or not server.is_compiled else 10e9)
     report.finish(args.json)
 
 

@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 
 from trajstore.storage.file_maps import FileMap
-from trajstore.storage.interface import Data
 
 BLOCK_BYTES = 16 << 10
 MAX_OBJECT_BYTES = 1 << 30  # what lies behind in an object is not kept
@@ -165,7 +164,7 @@ class DiskFiles:
     def write(
         self,
         name: str,
-        pieces: Collection[tuple[int, Data]],
+        pieces: Collection[tuple[int, bytes | memoryview]],
         size: int | None,
         *,
         whole: bool,
@@ -199,7 +198,7 @@ class DiskFiles:
         return True
 
     def _write_file(
-        self, path: Path, pieces: Collection[tuple[int, Data]], size: int | None, *, whole: bool
+        self, path: Path, pieces: Collection[tuple[int, bytes | memoryview]], size: int | None, *, whole: bool
     ) -> None:
         target = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}") if whole else path
         try:
@@ -358,7 +357,7 @@ class DiskFiles:
             return []
 
 
-def _marks(data: Data) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+def _marks(data: bytes | memoryview) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     """For each block of data, its checksum, or 1 if that is 0."""
     view = memoryview(data)
     sums = [_crc32c(view[i : i + BLOCK_BYTES]) or 1 for i in range(0, len(view), BLOCK_BYTES)]
@@ -381,7 +380,7 @@ def _read_size(descriptor: int) -> int | None:
     return int(size) if is_known else None
 
 
-def _write_at(descriptor: int, data: Data, offset: int) -> None:
+def _write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     view = memoryview(data)
     while view:
         n = os.pwrite(descriptor, view, offset)
