@@ -61,7 +61,13 @@ EXPECTED["viewer"] = [
     "0 GB: an episode and its series",
     "0 GB, 20 ms: opened and first page",
 ]
-EXPECTED["object_store"] = ["0 ms: 20 reads, fsspec", "20 ms: open", "20 ms: cold batch of 256 windows"]
+EXPECTED["object_store"] = [
+    "0 ms: 20 reads, fsspec",
+    "20 ms: open",
+    "20 ms: cold batch of 256 windows",
+    "training, 16 windows of 64, local",
+    "puts",
+]
 EXPECTED["ranks"] = [
     "4,000 episodes, 8 to 16 ranks: plan",
     "4,000 episodes, 8 to 16 ranks: storage calls",
