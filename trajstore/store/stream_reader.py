@@ -449,17 +449,9 @@ class StreamReader:
             return known
         return self._shard_indexes.read(path, layout, index, length, self._key(path, layout, index))
 
-    def read_spans(self, start: int = 0) -> Spans:
-        """Read and check the spans from ``start`` on."""
-        ints, floats = (self.read_rows(path, start, self.record.spans) for path in SPAN_ARRAYS)
-        return self.checked_spans(ints, floats, start)
-
-    def checked_spans(self, ints: Array, floats: Array, start: int) -> Spans:
-        """The spans from ``start`` on, of the rows of `SPAN_ARRAYS`.
-
-        Raises:
-            CorruptionError: They are impossible, or not those of the record.
-        """
+    def read_spans(self, start: int = 0, rows: tuple[Array, Array] | None = None) -> Spans:
+        """Read and check the spans from ``start`` on; ``rows`` of `SPAN_ARRAYS` are given if they were read."""
+        ints, floats = rows or (self.read_rows(path, start, self.record.spans) for path in SPAN_ARRAYS)
         spans = Spans(ints, floats)
         try:
             check_spans(spans, self.record.rows, self.record.text_bytes)

@@ -36,7 +36,7 @@ class StreamView:
     def spans(self) -> Spans:
         start = 0 if self._known is None else len(self._known)
         read, self._read = self._read, None
-        new = self.reader.read_spans(start) if read is None else self.reader.checked_spans(*read, start)
+        new = self.reader.read_spans(start, read)
         return new if self._known is None else concat_spans([self._known, new])
 
     def read_array(self, path: str) -> Array:
