@@ -58,7 +58,7 @@ class BackgroundPool:
         calls = _Calls(function, items)
         if items:
             self._put(calls.make, [(i,) for i in range(len(items))])
-            calls.are_done.acquire()
+            calls.are_done.wait()
         return calls.results
 
     def _put(self, function: Callable[..., None], calls: Sequence[tuple[Any, ...]]) -> None:
@@ -105,7 +105,7 @@ class _Calls:
 
     Attributes:
         results: By item: the result, or the error.
-        are_done: Released after the last call.
+        are_done: Set after the last call.
     """
 
     def __init__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> None:
@@ -113,8 +113,7 @@ class _Calls:
         self._items = items
         self._left = _Count(len(items))
         self.results: list[Any] = [None] * len(items)
-        self.are_done = threading.Lock()
-        self.are_done.acquire()
+        self.are_done = threading.Event()
 
     def make(self, i: int) -> None:
         try:
@@ -122,7 +121,7 @@ class _Calls:
         except BaseException as error:
             self.results[i] = error
         if not self._left.add(-1):
-            self.are_done.release()
+            self.are_done.set()
 
 
 def _work(tasks: SimpleQueue[_Task | None], unfinished: _Count) -> None:

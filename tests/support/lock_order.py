@@ -27,8 +27,9 @@ LOCK_ORDER = (
         *("CheckpointRequests._condition", "StoreNotes._lock", "ChunkFetcher._counting", "Drawing._counting"),
         "ReadAhead._lock",
     ),
-    ("Storage._lock",),
+    ("Storage._lock", "FsspecConnection._lock"),
     ("BackgroundPool._lock", "WrittenFiles._lock", "_Registry._lock"),
+    ("_Count._lock",),
 )
 _LEVELS = {name: level for level, names in enumerate(LOCK_ORDER) for name in names}
 _COMMIT_THREAD = "trajstore-commit"

@@ -15,8 +15,9 @@ Locks of `sampling`, `writing` and `replay`, outermost first. A thread that hold
    ``CheckpointWriter._lock``, ``CheckpointRequests._condition``, ``ChunkFetcher._counting``,
    ``Drawing._counting``, ``ReadAhead._lock``. ``StoreNotes._lock`` and ``CheckpointLineage.lock`` are held while
    storage is written.
-7. ``Storage._lock``.
-8. ``BackgroundPool._lock``, ``WrittenFiles._lock``, and the lock of the registry in `trajstore.unclosed`.
+7. ``Storage._lock``, ``FsspecConnection._lock``.
+8. ``BackgroundPool._lock``, ``WrittenFiles._lock``, and the lock of the registry in `trajstore.unclosed`. Then
+   ``_Count._lock`` of a pool.
 
 The commit thread waits for no lock before 6, because an append that finds both stagings full waits for it with the
 writer's lock held. It takes the writer's lock only if that is free. Appends never wait for the assembler's lock.
