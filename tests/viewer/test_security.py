@@ -181,7 +181,8 @@ def test_the_end_does_not_wait_for_a_slow_answer_and_logs_nothing(
         asking.join(30)
         ended.set()
     assert found == [503]
-    assert caplog.text == ""
+    servers = ("asyncio", "starlette", "trajstore.viewer", "uvicorn")  # buffers of other tests may log, too
+    assert [record.getMessage() for record in caplog.records if record.name.startswith(servers)] == []
 
 
 def test_it_listens_on_this_machine_only(viewer: Viewer, client: Client) -> None:
