@@ -29,8 +29,8 @@ class StreamView:
 
     @property
     def has_spans(self) -> bool:
-        """Whether the spans were read."""
-        return "spans" in self.__dict__
+        """Whether all spans were read, by this view or by that of an earlier snapshot."""
+        return "spans" in self.__dict__ or len(self._known or ()) == self.record.spans
 
     @cached_property
     def spans(self) -> Spans:
